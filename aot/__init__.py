@@ -1,0 +1,1 @@
+"""Build time: the kernels in CuTe DSL and what compiles them into the bundle of cubins. Never needed to run."""

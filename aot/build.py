@@ -1,0 +1,222 @@
+"""Build the bundle: compile the configurations in worker processes, check them, write cubins and manifest.
+
+The manifest's ``configurations`` hold, besides what finds and launches a kernel, only facts read from the cubin; the
+launcher refuses a cubin that does not match them. The output directory ends up holding exactly what was asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from aot import cache
+from aot.compile import Compiled, CompileError, compile_configuration, isolate
+from aot.configs import ARCHS, Configuration
+from aot.cubin import read_cubin
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_OUT = ROOT / "cubins"
+MANIFEST = "manifest.json"
+SCHEMA = 1
+
+SMEM_LIMIT = {"sm_90a": 227 * 1024, "sm_100f": 227 * 1024}  # bytes a block can have
+PARAM_SIZE = {"pointer": 8, "int32": 4, "int64": 8, "float32": 4, "tensor_map": 128}  # bytes
+
+
+class BuildError(Exception):
+    """One or more configurations cannot be part of the bundle; the message names each and says why."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a build did: how many configurations it compiled and how many it took from the cache."""
+
+    compiled: int
+    cached: int
+
+    def __str__(self) -> str:
+        if not self.compiled:
+            return f"nothing to compile: all {self.cached} configurations are in the cache"
+        return f"{self.compiled} configurations compiled, {self.cached} from the cache"
+
+
+def select(configurations: Iterable[Configuration], archs: Sequence[str] = (), only: str = "*") -> list[Configuration]:
+    """The configurations of ``archs`` (empty: all) whose name, or ``arch/name``, matches the glob ``only``.
+
+    BuildError where an architecture does not exist or nothing matches.
+    """
+    for arch in archs:
+        if arch not in ARCHS:
+            raise BuildError(f"the architecture {arch} is not one of {', '.join(ARCHS)}")
+    selected = [
+        configuration
+        for configuration in configurations
+        if (not archs or configuration.arch in archs)
+        and (fnmatchcase(configuration.name, only) or fnmatchcase(configuration.path, only))
+    ]
+    if not selected:
+        raise BuildError(f"no configuration of {', '.join(archs or ARCHS)} matches {only!r}")
+    return selected
+
+
+def build(
+    configurations: Sequence[Configuration],
+    out: Path = DEFAULT_OUT,
+    *,
+    jobs: int | None = None,
+    keep_ptx: bool = False,
+    cache_directory: Path | None = None,
+) -> Summary:
+    """Build ``configurations`` into ``out``, in at most ``jobs`` processes (default: one a core).
+
+    Writes ``<arch>/<name>.cubin`` (with ``keep_ptx`` also ``.ptx``) and ``manifest.json``, and removes what an earlier
+    build left there besides. Raises BuildError, leaving ``out`` as it was, if a configuration does not compile,
+    spills registers without a reason, or needs more shared memory than its architecture has.
+    """
+    store = cache.Cache(cache_directory or cache.default_directory())
+    keys = {configuration.path: cache.key(configuration) for configuration in configurations}
+    done = {path: entry for path, key in keys.items() if (entry := store.load(key))}
+    missing = [configuration for configuration in configurations if configuration.path not in done]
+
+    failures = []
+    for configuration, result in _compile(missing, jobs or len(os.sched_getaffinity(0))):
+        if isinstance(result, CompileError):
+            failures.append(str(result))
+        elif cache.key(configuration) != keys[configuration.path]:
+            failures.append(f"{configuration.path}: its source changed during the build")
+        else:
+            store.store(keys[configuration.path], result)
+            done[configuration.path] = result
+
+    entries = []
+    for configuration in configurations:
+        if configuration.path in done:
+            try:
+                entries.append(_manifest_entry(configuration, done[configuration.path]))
+            except ValueError as error:
+                failures.append(f"{configuration.path}: {error}")
+    if failures:
+        raise BuildError("\n".join(failures))
+
+    _write(out, configurations, done, entries, keep_ptx)
+    return Summary(compiled=len(missing), cached=len(configurations) - len(missing))
+
+
+def _compile(
+    configurations: Sequence[Configuration], jobs: int
+) -> Iterator[tuple[Configuration, Compiled | CompileError]]:
+    """Compile in worker processes and yield the results as they come, under a progress bar."""
+    if not configurations:
+        return
+    workers = ProcessPoolExecutor(
+        max_workers=min(jobs, len(configurations)),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=isolate,
+    )
+    with workers, tqdm(total=len(configurations), unit="kernel", desc="compile", disable=None) as progress:
+        futures = {
+            workers.submit(compile_configuration, configuration): configuration for configuration in configurations
+        }
+        for future in as_completed(futures):
+            configuration = futures[future]
+            progress.set_postfix_str(configuration.path)
+            progress.update()
+            try:
+                result = future.result()
+            except CompileError as error:
+                result = error
+            except BrokenProcessPool as error:
+                result = CompileError(f"{configuration.path}: {error}")
+            yield configuration, result
+
+
+def _manifest_entry(configuration: Configuration, compiled: Compiled) -> dict[str, Any]:
+    """The configuration's manifest entry; ValueError where the cubin breaks a rule or contradicts the kernel class."""
+    launch = compiled.launch
+    cubin = read_cubin(compiled.cubin)
+
+    sizes = [PARAM_SIZE[param["kind"]] for param in launch["params"]]
+    if sizes != [size for _, size in cubin.params]:
+        raise ValueError(f"the kernel class describes parameters of sizes {sizes}, the cubin has {cubin.params}")
+    if launch["threads"] != cubin.threads:
+        raise ValueError(f"the kernel class has {launch['threads']} threads, the cubin is for {cubin.threads}")
+    smem_bytes = launch["smem_bytes"] + cubin.static_smem_bytes
+    if smem_bytes > SMEM_LIMIT[configuration.arch]:
+        limit = SMEM_LIMIT[configuration.arch]
+        raise ValueError(f"needs {smem_bytes} bytes of shared memory, {configuration.arch} has {limit}")
+    if cubin.stack_bytes and not configuration.spill_reason:
+        raise ValueError(f"spills {cubin.stack_bytes} bytes a thread at {cubin.registers} registers")
+
+    return {
+        "name": configuration.name,
+        "arch": configuration.arch,
+        "operation": configuration.operation,
+        "options": configuration.options,
+        "file": f"{configuration.path}.cubin",
+        "sha256": hashlib.sha256(compiled.cubin).hexdigest(),
+        "size": len(compiled.cubin),
+        "symbol": cubin.symbol,
+        "params": [
+            param | {"offset": offset, "size": size}
+            for param, (offset, size) in zip(launch["params"], cubin.params, strict=True)
+        ],
+        "threads": cubin.threads,
+        "smem_bytes": launch["smem_bytes"],
+        "registers": cubin.registers,
+        "spill_bytes": cubin.stack_bytes,
+        "work_per_cta": launch["work_per_cta"],
+        "pdl": launch["pdl"],
+    }
+
+
+def _write(
+    out: Path,
+    configurations: Sequence[Configuration],
+    compiled: dict[str, Compiled],
+    entries: list[dict[str, Any]],
+    keep_ptx: bool,
+) -> None:
+    """Write the files, then the manifest, then remove what the manifest does not name."""
+    files = {f"{configuration.path}.cubin": compiled[configuration.path].cubin for configuration in configurations}
+    if keep_ptx:
+        files |= {f"{configuration.path}.ptx": compiled[configuration.path].ptx for configuration in configurations}
+    for file, data in files.items():
+        _write_atomically(out / file, data)
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    manifest = {
+        "schema": SCHEMA,
+        "package_version": project["version"],
+        "dsl_version": cache.dsl_versions()["nvidia-cutlass-dsl"],
+        "configurations": entries,
+    }
+    _write_atomically(out / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+
+    for suffix in ("cubin", "ptx"):
+        for file in out.glob(f"*/*.{suffix}"):
+            if file.relative_to(out).as_posix() not in files:
+                file.unlink()
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Readers see the old file or the new one; a file that already holds ``data`` is left alone."""
+    if path.is_file() and path.read_bytes() == data:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        file.write(data)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

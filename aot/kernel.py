@@ -1,0 +1,109 @@
+"""The contract between a kernel class and the build.
+
+A kernel is a small class: the constructor takes what is static, ``params`` names every launch parameter in order,
+and ``kernel`` is the device code. The build compiles it, reads the layout of the parameters back from the cubin and
+writes it to the manifest under these names; the launcher packs by name and shares no code with this package.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cutlass.cute as cute
+import cutlass.experimental.cuda as cuda
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_ptr
+from cutlass.cute.typing import AddressSpace
+
+SCALARS = {Int32: "int32", Int64: "int64", Float32: "float32"}
+
+
+@dataclass(frozen=True)
+class Ptr:
+    """A pointer to global memory; ``align`` in bytes is what the caller guarantees."""
+
+    dtype: type
+    align: int = 4
+
+    @property
+    def kind(self) -> str:
+        return "pointer"
+
+    def fake(self) -> Any:
+        return make_ptr(self.dtype, 0, AddressSpace.gmem, assumed_align=self.align)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A TMA descriptor. ``box`` is in elements, innermost first; ``swizzle`` is 0, 32, 64 or 128 bytes."""
+
+    dtype: type
+    box: tuple[int, ...]
+    swizzle: int = 128
+
+    @property
+    def kind(self) -> str:
+        return "tensor_map"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of shared memory that one copy writes, which is also its transaction count."""
+        elements = 1
+        for extent in self.box:
+            elements *= extent
+        return elements * self.dtype.width // 8
+
+    def describe(self) -> dict[str, Any]:
+        """What the launcher needs to encode the descriptor, as the manifest stores it."""
+        return {"dtype": self.dtype.__name__.lower(), "box": list(self.box), "swizzle": self.swizzle}
+
+    def create(self) -> Any:
+        """A descriptor of the right type for tracing the host function, which is compiled but never run."""
+        rank = len(self.box)
+        return cuda.create_tensor_map_tiled(
+            global_address=Int64(0),
+            dtype=self.dtype,
+            global_dims=list(self.box),
+            global_strides=[Int64(1)] * (rank - 1),
+            box_dims=list(self.box),
+            swizzle=cuda.TensorMapSwizzle.from_name(f"s{self.swizzle}b" if self.swizzle else "none"),
+        )
+
+
+class Kernel:
+    """Base of all kernels; see the module's docstring. Subclasses set these in their constructor."""
+
+    params: dict[str, Any]
+    threads: int
+    smem_bytes: int = 0
+    work_per_cta: int = 0  # the grid is ceil(work / work_per_cta); 0: persistent, one CTA per multiprocessor
+    min_blocks_per_mp: int = 0  # a bound for the register allocation; needed with setmaxnreg
+    pdl: bool = False  # launched with programmatic stream serialization: the kernel waits for its predecessor itself
+
+    def kernel(self, *args: Any) -> Any:
+        """The device code: a ``@cute.kernel`` whose parameters are ``params``, in order."""
+        raise NotImplementedError
+
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        values = iter(args)
+        full = [kind.create() if isinstance(kind, TensorMap) else next(values) for kind in self.params.values()]
+        self.kernel(*full).launch(
+            grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, min_blocks_per_mp=self.min_blocks_per_mp
+        )
+
+    def compile(self, arch: str, dump_dir: Path) -> None:
+        """Write the kernel's cubin and PTX for ``arch`` (``sm_90a``, ``sm_100f``) into ``dump_dir``."""
+        signature = [name for name in inspect.signature(self.kernel).parameters if name != "self"]
+        if signature != list(self.params):
+            raise TypeError(f"{type(self).__name__}.kernel takes {signature}, but params names {list(self.params)}")
+        args = []
+        for kind in self.params.values():
+            if isinstance(kind, Ptr):
+                args.append(kind.fake())
+            elif not isinstance(kind, TensorMap):
+                args.append(kind(1))
+        cute.compile(self, *args, options=f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {dump_dir}")

@@ -1,0 +1,58 @@
+"""Where the forward puts the partial result of one CSR entry and head, and how combine finds it.
+
+``partial_out`` is [Hkv * entries, G, 128] and ``partial_lse`` float32 [Hkv * entries, G], entries = total_q * topk, in
+the order of the CSR: a tile of the forward is one contiguous run, which one bulk copy writes. ``split_entries`` of the
+schedule, int32 [Hkv, total_q, topk], is the way back: the entry of its head in which a token's split stands.
+
+A row's 128 columns are stored in the order in which a warpgroup's accumulator holds them: 16-byte chunk ``4 * u + c``
+is what the lane with ``lane % 4 == c`` has in the groups of eight columns ``pairs * u .. pairs * (u + 1) - 1``, two
+columns from each. In odd rows chunks 4 further on or back change places, so that two rows side by side in shared
+memory share no bank.
+"""
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+
+HEAD_DIM = 128
+LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+TOKEN_BITS = 24
+TOKEN_MASK = (1 << TOKEN_BITS) - 1
+PARTIAL_DTYPES = {"float32": Float32, "bfloat16": BFloat16}
+
+
+def chunk_elements(dtype: type) -> int:
+    """Elements of one 16-byte chunk."""
+    return 128 // dtype.width
+
+
+def row_index(entry: Int64, group_head: Int32, g: Int32 | int) -> Int64:
+    """The row of an entry (counted over all KV heads) and head of the group."""
+    return entry * g + group_head
+
+
+def place(row: Int64, index: Int32) -> Int32:
+    """Where in a row chunk ``index`` lies."""
+    return index ^ Int32(row & 1) * 4
+
+
+def chunk(partial: cute.Pointer, row: Int64, index: Int32) -> cute.Tensor:
+    """The 16-byte chunk ``index`` of a row of ``partial_out``."""
+    elements = chunk_elements(partial.dtype)
+    offset = cute.assume(row * HEAD_DIM + place(row, index) * elements, divby=elements)
+    return cute.make_tensor(partial + offset, cute.make_layout(elements))
+
+
+def chunk_column(dtype: type, index: Int32, pair: int) -> Int32:
+    """The column of the first of the two elements that make pair number ``pair`` of chunk ``index``."""
+    pairs = chunk_elements(dtype) // 2
+    return 8 * (pairs * (index // 4) + pair) + 2 * (index % 4)
+
+
+@cute.jit
+def log_sum_exp(maximum_log2: Float32, total: Float32) -> Float32:
+    """Natural-log logsumexp from a maximum in the log2 domain and the sum of ``exp2(x - maximum)``; -inf if empty."""
+    lse = -Float32.inf
+    if total > 0.0:
+        lse = (maximum_log2 + cute.math.log2(total, fastmath=True)) * LN2
+    return lse

@@ -1,0 +1,147 @@
+"""Combine: merge the partial outputs of a row's splits, out = sum_s w_s * partial_s, w_s = exp(lse_s - lse).
+
+A row is one (query token, query head) and has a warp. A lane first weighs one split, then loads 16-byte chunks: with
+bfloat16 partials half the warp covers a row and each half takes half of the splits, with float32 the warp covers it.
+Only splits below the token's count are read; a row without any gives out 0 and lse -inf.
+Budget: topk * 256 bytes a row in and 256 out (bfloat16) for 3 * topk flops an element: pure memory, so what counts is
+bytes in flight: all of a lane's loads are issued before the first is used.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
+
+from aot.kernel import Kernel, Ptr
+from aot.kernels import partials, work
+
+
+class Combine(Kernel):
+    def __init__(self, partial: str, topk: int):
+        self.dtype = partials.PARTIAL_DTYPES[partial]
+        self.topk = topk
+        self.threads = 256
+        self.work_per_cta = self.threads // 32
+        self.lanes = partials.HEAD_DIM // partials.chunk_elements(self.dtype)  # of a row
+        self.pdl = True
+        self.params = {
+            "partial_out": Ptr(self.dtype, 16),
+            "partial_lse": Ptr(Float32),
+            "partial_lse_temperature": Ptr(Float32),
+            "split_counts": Ptr(Int32),
+            "split_entries": Ptr(Int32),
+            "out": Ptr(BFloat16),
+            "lse": Ptr(Float32),
+            "lse_temperature": Ptr(Float32),
+            "out_stride_token": Int64,
+            "out_stride_head": Int64,
+            "lse_stride_token": Int64,
+            "lse_stride_head": Int64,
+            "total_q": Int32,
+            "head_kv": Int32,
+            "qhead_per_kv": Int32,
+        }
+
+    @cute.kernel
+    def kernel(
+        self,
+        partial_out: cute.Pointer,
+        partial_lse: cute.Pointer,
+        partial_lse_temperature: cute.Pointer,
+        split_counts: cute.Pointer,
+        split_entries: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        lse_temperature: cute.Pointer,
+        out_stride_token: Int64,
+        out_stride_head: Int64,
+        lse_stride_token: Int64,
+        lse_stride_head: Int64,
+        total_q: Int32,
+        head_kv: Int32,
+        qhead_per_kv: Int32,
+    ):
+        cta, _, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        row = Int64(cta) * self.work_per_cta + cute.arch.warp_idx()
+        pair = Uint32(row >> cute.arch.popc(qhead_per_kv - 1))  # (token, KV head); qhead_per_kv is a power of two
+        group_head = Int32(row) & (qhead_per_kv - 1)
+        token = pair // Uint32(head_kv)
+        kv_head = Int32(pair - token * Uint32(head_kv))
+        cute.arch.griddepcontrol_wait()
+        if token < Uint32(total_q):
+            count = min(work.vector(split_counts)[Int64(pair)], self.topk)
+            acc = cute.make_rmem_tensor(partials.chunk_elements(self.dtype), Float32)
+            acc.fill(0.0)
+            total_lse = -Float32.inf
+            total_lse_temperature = -Float32.inf
+            if count > 0:
+                slot = lane % self.topk
+                entries = total_q * self.topk
+                first = Int64(kv_head) * entries
+                number = work.vector(split_entries)[first + token * self.topk + (slot if slot < count else 0)]
+                number = min(max(number, 0), entries - 1)
+                lse_row = partials.row_index(first + number, group_head, qhead_per_kv)
+                weight, total_lse = self.weigh(partial_lse, lse_row, slot < count)
+                if lse_temperature.toint() != 0:
+                    _, total_lse_temperature = self.weigh(partial_lse_temperature, lse_row, slot < count)
+                self.accumulate(acc, partial_out, first, number, weight, group_head, qhead_per_kv, lane)
+
+            head = kv_head * qhead_per_kv + group_head
+            start = Int64(token) * out_stride_token + head * out_stride_head
+            self.store(acc, out, start, lane)
+            if lane == 0:
+                offset = Int64(token) * lse_stride_token + head * lse_stride_head
+                if lse.toint() != 0:
+                    work.vector(lse)[offset] = total_lse
+                if lse_temperature.toint() != 0:
+                    work.vector(lse_temperature)[offset] = total_lse_temperature
+
+    @cute.jit
+    def weigh(self, partial_lse: cute.Pointer, row: Int64, exists: Boolean):
+        """(weight of the lane's split, logsumexp of all splits); lanes ``topk`` apart hold the same split."""
+        value = work.vector(partial_lse)[row] * partials.LOG2_E
+        value = value if exists else -Float32.inf
+        maximum = value
+        for step in cutlass.range_constexpr(int(math.log2(self.topk))):
+            maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=1 << step))
+        reference = Float32(0.0) if maximum == -Float32.inf else maximum
+        weight = cute.math.exp2(value - reference, fastmath=True)
+        total = weight
+        for step in cutlass.range_constexpr(int(math.log2(self.topk))):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        inverse = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+        return weight * inverse, partials.log_sum_exp(reference, total)
+
+    @cute.jit
+    def accumulate(self, acc, partial_out, first, number, weight, group_head, qhead_per_kv, lane):
+        """Add the weighted splits up: every lane ends with its chunk of the whole sum."""
+        shares = 32 // self.lanes  # parts of the warp among which the splits are dealt out
+        splits = self.topk // shares
+        parts = cute.make_rmem_tensor((cute.size(acc), splits), self.dtype)
+        weights = cute.make_rmem_tensor(splits, Float32)
+        for i in cutlass.range_constexpr(splits):
+            split = lane // self.lanes * splits + i
+            entry = first + cute.arch.shuffle_sync(number, split)
+            weights[i] = cute.arch.shuffle_sync(weight, split)
+            row = partials.row_index(entry, group_head, qhead_per_kv)
+            cute.autovec_copy(partials.chunk(partial_out, row, lane % self.lanes), parts[None, i])
+        for i in cutlass.range_constexpr(splits):
+            acc.store(acc.load() + weights[i] * parts[None, i].load().to(Float32))
+        if const_expr(shares == 2):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] += cute.arch.shuffle_sync_bfly(acc[i], offset=self.lanes)
+
+    @cute.jit
+    def store(self, acc, out: cute.Pointer, start: Int64, lane):
+        """Write the row; where two lanes hold a chunk, each writes half of it."""
+        pairs = cute.size(acc) // 2
+        for i in cutlass.range_constexpr(pairs):
+            if lane // self.lanes == i * 32 // self.lanes // pairs:
+                values = cute.make_rmem_tensor(2, BFloat16)
+                values[0] = acc[2 * i].to(BFloat16)
+                values[1] = acc[2 * i + 1].to(BFloat16)
+                column = partials.chunk_column(self.dtype, lane % self.lanes, i)
+                target = out + cute.assume(start + column, divby=2)
+                cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(2)))

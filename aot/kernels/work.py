@@ -1,0 +1,74 @@
+"""Work items: what the schedule says, checked against the sizes that the launch knows.
+
+An item is up to ``target_q_per_cta`` entries of one CSR row: query tokens that attend to one block of one KV head.
+Whatever stands in the schedule or the CSR, a decoded item names only entries, rows and sequences that exist.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from aot.kernels.mask import BLK_KV
+
+METADATA_COLUMNS = 6  # KV head, CSR row, first entry within the row, number of entries, sequence, block
+NO_DIAGONAL = 1 << 29  # as causal_shift: every token is before the diagonal
+
+
+@cute.jit
+def vector(pointer: cute.Pointer) -> cute.Tensor:
+    """A pointer as a vector, to be indexed with 64 bits where it can be long."""
+    return cute.make_tensor(pointer, cute.make_layout(1 << 30, stride=1))
+
+
+@cute.jit
+def key_length(sequence: Int32, cu_seqlens_k: cute.Pointer, seqused_k: cute.Pointer) -> Int32:
+    """Keys of a sequence: ``seqused_k`` where given, else from ``cu_seqlens_k``."""
+    cu = vector(cu_seqlens_k)
+    length = cu[sequence + 1] - cu[sequence]
+    if seqused_k.toint() != 0:
+        length = vector(seqused_k)[sequence]
+    return length
+
+
+@cute.jit
+def decode(
+    index: Int32,
+    scheduler_metadata: cute.Pointer,
+    k2q_row_ptr: cute.Pointer,
+    head_kv: Int32,
+    total_rows: Int32,
+    entries: Int32,
+    batch: Int32,
+):
+    """Item ``index`` as (count, KV head, first entry within the head's CSR, sequence, block).
+
+    ``entries`` is what one head's CSR has room for (total_q * topk). An item that does not check out has count 0.
+    """
+    row = vector(scheduler_metadata + Int64(index) * METADATA_COLUMNS)
+    head, csr_row, first, count, sequence, block = (row[column] for column in range(METADATA_COLUMNS))
+    exists = head >= 0 and head < head_kv and csr_row >= 0 and csr_row < total_rows
+    exists = exists and sequence >= 0 and sequence < batch and block >= 0 and first >= 0 and count > 0
+    if exists:
+        first += vector(k2q_row_ptr)[Int64(head) * (total_rows + 1) + csr_row]
+        exists = first >= 0 and first <= entries and count <= entries - first
+    if not exists:
+        count = Int32(0)
+    return count, head, first, sequence, block
+
+
+@cute.jit
+def bounds(
+    sequence: Int32,
+    block: Int32,
+    causal: Int32,
+    cu_seqlens_q: cute.Pointer,
+    cu_seqlens_k: cute.Pointer,
+    seqused_k: cute.Pointer,
+):
+    """(key_limit, causal_shift) of a block, as ``mask.visible_keys`` takes them."""
+    len_k = key_length(sequence, cu_seqlens_k, seqused_k)
+    key_limit = len_k - block * BLK_KV
+    causal_shift = Int32(NO_DIAGONAL)
+    if causal != 0:
+        # Token t is query t - start_q and sees keys up to t - start_q + len_k - len_q: start_q cancels.
+        causal_shift = key_limit + 1 - vector(cu_seqlens_q)[sequence + 1]
+    return key_limit, causal_shift

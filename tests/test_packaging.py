@@ -1,0 +1,153 @@
+"""What ``pip install`` gives: the wheel's contents, its metadata, and that it works away from the checkout."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+RESTRICTION = {"SPARSE_AOT_BUILD_ARCHS": "sm_100f", "SPARSE_AOT_BUILD_ONLY": "combine-*-topk4"}
+RESTRICTED = {"sm_100f/combine-pbf16-topk4", "sm_100f/combine-pf32-topk4"}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the sources alone."""
+    copy = tmp_path_factory.mktemp("checkout") / "sparse_aot"
+    unwanted = shutil.ignore_patterns(
+        "build", "dist", "*.egg-info", "*.so", "__pycache__", ".*", "*.cubin", "manifest.json"
+    )
+    shutil.copytree(ROOT, copy, ignore=unwanted)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory):
+    """A wheel with two configurations, built with every warning on; (path, the build's output)."""
+    directory = tmp_path_factory.mktemp("wheel")
+    log = run(
+        *(sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation"),
+        *("--wheel-dir", directory, checkout),
+        env={"CFLAGS": "-O1 -Wall -Wextra", **RESTRICTION},
+    )
+    (path,) = directory.glob("*.whl")
+    return path, log
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The wheel unpacked outside the checkout."""
+    directory = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", directory, wheel[0])
+    return directory
+
+
+def run(*command, env=None, cwd=None):
+    result = subprocess.run(
+        [str(part) for part in command],
+        env=os.environ | (env or {}),
+        cwd=cwd,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def names_in(wheel):
+    return zipfile.ZipFile(wheel).namelist()
+
+
+def test_wheel_carries_exactly_the_cubins_that_the_environment_asks_for(wheel):
+    cubins = {name for name in names_in(wheel[0]) if name.startswith("sparse_aot/cubins/")}
+    manifest = json.loads(zipfile.ZipFile(wheel[0]).read("sparse_aot/cubins/manifest.json"))
+    assert cubins == {"sparse_aot/cubins/manifest.json", *(f"sparse_aot/cubins/{path}.cubin" for path in RESTRICTED)}
+    assert {f"{entry['arch']}/{entry['name']}" for entry in manifest["configurations"]} == RESTRICTED
+
+
+def test_wheel_carries_the_runtime_and_nothing_of_the_build(wheel):
+    names = names_in(wheel[0])
+    modules = {name.split("/")[0] for name in names}
+    assert modules == {"sparse_aot", f"sparse_aot-{PROJECT['project']['version']}.dist-info"}
+    assert {Path(name).suffix for name in names if name.startswith("sparse_aot/")} == {".py", ".so", ".json", ".cubin"}
+    assert {Path(name).name.split(".")[0] for name in names if name.endswith(".so")} == {
+        source.stem for source in (ROOT / "sparse_aot").glob("*.pyx")
+    }
+
+
+def test_wheel_metadata(wheel):
+    (info,) = (name for name in names_in(wheel[0]) if name.endswith("/METADATA"))
+    meta = metadata.PathDistribution(zipfile.Path(wheel[0]) / Path(info).parent.name)
+    needed = {re.match(r"[\w-]+", line)[0] for line in meta.requires if "extra ==" not in line}
+    assert needed == {"numpy", "cuda-bindings"}
+    assert meta.metadata["License-Expression"] == "MIT"
+    assert meta.metadata["Requires-Python"] == ">=3.11"
+    assert [(point.name, point.value) for point in meta.entry_points] == [("sparse-aot", "sparse_aot.cli:main")]
+
+
+def test_extensions_compile_without_a_warning(wheel):
+    assert re.findall(r".*\.(?:c|cpp|pyx|pxd|h):\d+.*", wheel[1]) == []
+
+
+def test_installed_wheel_verifies_its_bundle_with_no_checkout_no_gpu_and_no_framework(installed):
+    script = (
+        "import sys\nfrom sparse_aot.cli import main\nassert main(['verify']) in (0, None)\n"
+        "assert not {'torch', 'cutlass', 'aot'} & set(sys.modules)"
+    )
+    log = run(sys.executable, "-c", script, env={"PYTHONPATH": str(installed)}, cwd=installed)
+    assert "2 cubins, 0 damaged" in log
+
+
+def test_installed_wheel_whose_cubin_is_damaged_does_not_verify(installed, tmp_path):
+    damaged = tmp_path / "installed"
+    shutil.copytree(installed, damaged)
+    victim = next((damaged / "sparse_aot" / "cubins").rglob("*.cubin"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"\xff")
+    script = "import sys\nfrom sparse_aot.cli import main\nsys.exit(main(['verify']))"
+    environment = os.environ | {"PYTHONPATH": str(damaged)}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=damaged, capture_output=True, text=True
+    )
+    assert result.returncode != 0
+    assert victim.name in result.stdout + result.stderr
+
+
+def test_unknown_architecture_in_the_environment_is_an_error(checkout):
+    script = "from setuptools.build_meta import build_wheel; build_wheel('.')"
+    environment = os.environ | {"SPARSE_AOT_BUILD_ARCHS": "sm_75"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=checkout, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode != 0
+    assert "the architecture sm_75 is not one of sm_90a, sm_100f" in result.stderr
+
+
+def test_source_distribution_holds_what_the_build_needs(checkout, tmp_path):
+    script = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-c", script, cwd=checkout)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    for folder, pattern in (("aot", "*.py"), ("sparse_aot", "*.p*"), ("tests", "*.py"), ("tools", "*.py")):
+        wanted = {
+            str(file.relative_to(checkout)) for file in (checkout / folder).rglob(pattern) if file.suffix != ".pyc"
+        }
+        assert wanted <= packed
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "cubins/MANIFEST.lock"} <= packed
+    assert not [name for name in packed if name.endswith((".so", ".cubin", ".pyc"))]
+
+
+def test_test_extra_holds_every_build_requirement():
+    extra = PROJECT["project"]["optional-dependencies"]["test"]
+    assert set(PROJECT["build-system"]["requires"]) <= set(extra)

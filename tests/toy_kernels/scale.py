@@ -1,0 +1,23 @@
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from aot.kernel import Kernel, Ptr
+
+from .values import OFFSET
+
+
+class Scale(Kernel):
+    """x[i] = x[i] * factor + OFFSET, with a parameter of every scalar type."""
+
+    def __init__(self, threads: int, smem_bytes: int = 0) -> None:
+        self.threads = threads
+        self.smem_bytes = smem_bytes
+        self.work_per_cta = threads
+        self.params = {"count": Int32, "x": Ptr(Float32), "first": Int64, "factor": Float32}
+
+    @cute.kernel
+    def kernel(self, count: Int32, x: cute.Pointer, first: Int64, factor: Float32):
+        i = cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]
+        vector = cute.make_tensor(x + first, cute.make_layout(1))
+        if i < count:
+            vector[i] = vector[i] * factor + OFFSET
