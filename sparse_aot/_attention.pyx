@@ -1,0 +1,708 @@
+"""Block-sparse attention, prefill: validation, workspace and the launches of one call (forward, combine)."""
+
+import operator
+import os
+
+from cuda.bindings cimport cydriver
+from libc.math cimport isfinite, sqrt
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+from libc.string cimport memset
+
+from sparse_aot._bundle cimport Kernel, MapFormat, encode_tensor_map, get_kernel, register_signature
+from sparse_aot._dlpack cimport (
+    BFLOAT16,
+    FLOAT32,
+    INT32,
+    Buffer,
+    Call,
+    View,
+    check_alignment,
+    check_contiguous,
+    check_dtype,
+    check_extent,
+    check_last_dim_contiguous,
+    check_rank,
+    check_writable,
+    dtype_name,
+    open_call,
+)
+from sparse_aot._driver cimport check, is_capturing
+from sparse_aot._schedule cimport Schedule
+
+from sparse_aot._validate import validate_attention
+
+
+cdef enum:
+    BLK_KV = 128
+    HEAD_DIM = 128
+    MAX_TOTAL_Q = 1 << 24  # a token number has 24 bits in qsplit_indices
+    WORKSPACE_ALIGNMENT = 256
+
+cdef tuple HEADS_PER_KV = (1, 2, 4, 8, 16)
+cdef tuple TOPK = (4, 8, 16, 32)
+
+# (dtype of q, dtype of k and v) -> the (qk_dtype, pv_dtype) that it is computed in, the default first.
+cdef dict MMA_DTYPES = {
+    (BFLOAT16, BFLOAT16): (("bfloat16", "bfloat16"),),
+}
+cdef dict PARTIAL_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
+
+cdef bint _validate = os.environ.get("SPARSE_AOT_VALIDATE") == "1"
+
+register_signature(
+    "fwd",
+    (
+        ("q_map", "tensor_map"),
+        ("k_map", "tensor_map"),
+        ("v_map", "tensor_map"),
+        ("q", "pointer"),
+        ("k2q_row_ptr", "pointer"),
+        ("qsplit_indices", "pointer"),
+        ("scheduler_metadata", "pointer"),
+        ("work_count", "pointer"),
+        ("work_counter", "pointer"),
+        ("cu_seqlens_q", "pointer"),
+        ("cu_seqlens_k", "pointer"),
+        ("seqused_k", "pointer"),
+        ("page_table", "pointer"),
+        ("partial_out", "pointer"),
+        ("partial_lse", "pointer"),
+        ("partial_lse_temperature", "pointer"),
+        ("q_stride_token", "int64"),
+        ("q_stride_head", "int64"),
+        ("page_table_stride", "int64"),
+        ("max_pages", "int32"),
+        ("batch", "int32"),
+        ("total_q", "int32"),
+        ("head_kv", "int32"),
+        ("total_rows", "int32"),
+        ("topk", "int32"),
+        ("work_capacity", "int32"),
+        ("causal", "int32"),
+        ("softmax_scale", "float32"),
+        ("lse_temperature_scale", "float32"),
+    ),
+)
+register_signature(
+    "combine",
+    (
+        ("partial_out", "pointer"),
+        ("partial_lse", "pointer"),
+        ("partial_lse_temperature", "pointer"),
+        ("split_counts", "pointer"),
+        ("split_entries", "pointer"),
+        ("out", "pointer"),
+        ("lse", "pointer"),
+        ("lse_temperature", "pointer"),
+        ("out_stride_token", "int64"),
+        ("out_stride_head", "int64"),
+        ("lse_stride_token", "int64"),
+        ("lse_stride_head", "int64"),
+        ("total_q", "int32"),
+        ("head_kv", "int32"),
+        ("qhead_per_kv", "int32"),
+    ),
+)
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+# What one call works on, once it is known to be right.
+cdef struct Problem:
+    View q
+    View k
+    View v
+    View row_ptr
+    View q_indices
+    View cu_seqlens_q
+    View cu_seqlens_k
+    View page_table  # data NULL: flat K and V
+    View seqused_k  # data NULL: lengths come from cu_seqlens_k
+    View out
+    View lse  # data NULL: not wanted
+    View lse_temperature  # likewise
+    int32_t batch
+    int32_t total_q
+    int32_t head_kv
+    int32_t g
+    int32_t topk
+    int32_t causal
+    float softmax_scale
+    float lse_temperature_scale
+
+
+cdef str _name_of_dtype(str name, object dtype):
+    """The name of a dtype given by name or by any object whose name ends in one."""
+    if isinstance(dtype, str):
+        return dtype
+    found = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
+    if not isinstance(found, str):
+        raise TypeError(f"{name}: expected the name of a dtype, got {dtype!r}")
+    return found.rpartition(".")[2]
+
+
+cdef tuple _mma_dtypes(const View* q, const View* k, object qk_dtype, object pv_dtype):
+    choices = MMA_DTYPES.get((q.dtype, k.dtype))
+    if choices is None:
+        supported = ", ".join(f"{dtype_name(q_dtype)} / {dtype_name(kv_dtype)}" for q_dtype, kv_dtype in MMA_DTYPES)
+        raise NotImplementedError(
+            f"q, k: no kernels for q of {dtype_name(q.dtype)} with k and v of {dtype_name(k.dtype)}; supported: "
+            f"{supported}"
+        )
+    if qk_dtype is None and pv_dtype is None:
+        return choices[0]
+    wanted = (
+        choices[0][0] if qk_dtype is None else _name_of_dtype("qk_dtype", qk_dtype),
+        choices[0][1] if pv_dtype is None else _name_of_dtype("pv_dtype", pv_dtype),
+    )
+    if wanted not in choices:
+        supported = ", ".join(f"{qk} / {pv}" for qk, pv in choices)
+        raise NotImplementedError(
+            f"qk_dtype, pv_dtype: got {wanted[0]} / {wanted[1]}; q of {dtype_name(q.dtype)} with k and v of "
+            f"{dtype_name(k.dtype)} is computed in {supported}"
+        )
+    return wanted
+
+
+cdef str _partial_dtype(object partial_dtype):
+    name = _name_of_dtype("partial_dtype", partial_dtype)
+    if name not in PARTIAL_DTYPES:
+        raise NotImplementedError(f"partial_dtype: got {name!r}; supported: {', '.join(PARTIAL_DTYPES)}")
+    return name
+
+
+cdef int64_t _integer(str name, object value, int64_t low, int64_t high) except? -1:
+    if not isinstance(value, int):
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected an int from {low} to {high}, got {value}")
+    return value
+
+
+cdef float _positive(str name, object value) except? -1:
+    cdef double number
+    try:
+        number = value
+    except TypeError:
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
+    if not (isfinite(number) and number > 0.0):
+        raise ValueError(f"{name}: expected a positive finite number, got {number}")
+    return number
+
+
+cdef int _check_int32(str name, const View* view, int ndim) except -1:
+    check_rank(name, view, ndim)
+    check_dtype(name, view, INT32)
+    return check_alignment(name, view, 4)
+
+
+cdef int _check_steps(str name, const View* view, int n_dims, int64_t multiple) except -1:
+    """The strides of the first ``n_dims`` dimensions; that of a dimension of one element says nothing."""
+    cdef int dim
+    for dim in range(n_dims):
+        if view.shape[dim] > 1 and (view.strides[dim] <= 0 or view.strides[dim] % multiple):
+            raise ValueError(
+                f"{name}: expected a positive stride that is a multiple of {multiple} elements in dimension {dim}, got "
+                f"{view.strides[dim]}"
+            )
+    return 0
+
+
+cdef int _check_tiles(str name, const View* view) except -1:
+    """What TMA takes, besides rank and dtype: 16-byte aligned rows of contiguous elements."""
+    check_extent(name, view, view.ndim - 1, HEAD_DIM, "head dimension")
+    check_last_dim_contiguous(name, view)
+    check_alignment(name, view, 16)
+    return _check_steps(name, view, view.ndim - 1, 8)
+
+
+cdef int _read_problem(
+    Call call, Problem* p, object k, object v, object k2q_row_ptr, object k2q_q_indices, object cu_seqlens_q,
+    object cu_seqlens_k, object page_table, object seqused_k, int topk,
+) except -1:
+    """Read the arrays that every call has (q is read already) and check each, and all against each other."""
+    cdef int dim
+    call.read("k", k, &p.k)
+    call.read("v", v, &p.v)
+    call.read("k2q_row_ptr", k2q_row_ptr, &p.row_ptr)
+    call.read("k2q_q_indices", k2q_q_indices, &p.q_indices)
+    call.read("cu_seqlens_q", cu_seqlens_q, &p.cu_seqlens_q)
+    call.read("cu_seqlens_k", cu_seqlens_k, &p.cu_seqlens_k)
+
+    check_rank("q", &p.q, 3)
+    check_dtype("v", &p.v, p.k.dtype)
+    _check_tiles("q", &p.q)
+    if page_table is None:
+        if p.k.ndim == 4:
+            raise ValueError("page_table: missing; k of 4 dimensions is a paged cache [num_pages, Hkv, 128, 128]")
+        check_rank("k", &p.k, 3)
+    else:
+        check_rank("k", &p.k, 4)
+        check_extent("k", &p.k, 2, BLK_KV, "keys of a page")
+    check_rank("v", &p.v, p.k.ndim)
+    for dim in range(p.k.ndim):
+        check_extent("v", &p.v, dim, p.k.shape[dim], "as k")
+    _check_tiles("k", &p.k)
+    _check_tiles("v", &p.v)
+
+    if p.q.shape[0] >= MAX_TOTAL_Q:
+        raise ValueError(f"q: expected fewer than {MAX_TOTAL_Q} tokens, got {p.q.shape[0]}")
+    if p.k.shape[1] == 0 or p.q.shape[1] % p.k.shape[1]:
+        raise ValueError(f"q: expected a multiple of k's {p.k.shape[1]} heads, got {p.q.shape[1]} heads")
+    if p.q.shape[1] // p.k.shape[1] not in HEADS_PER_KV:
+        raise NotImplementedError(
+            f"q: got {p.q.shape[1] // p.k.shape[1]} query heads a KV head ({p.q.shape[1]} / {p.k.shape[1]}); "
+            f"supported: {', '.join(map(str, HEADS_PER_KV))}"
+        )
+    p.topk = topk
+    p.total_q = p.q.shape[0]
+    p.head_kv = p.k.shape[1]
+    p.g = p.q.shape[1] // p.k.shape[1]
+
+    _check_int32("k2q_row_ptr", &p.row_ptr, 2)
+    check_extent("k2q_row_ptr", &p.row_ptr, 0, p.head_kv, "KV heads")
+    if p.row_ptr.shape[1] == 0:
+        raise ValueError("k2q_row_ptr: expected [Hkv, total_rows + 1], got 0 in dimension 1")
+    check_contiguous("k2q_row_ptr", &p.row_ptr)
+    _check_int32("k2q_q_indices", &p.q_indices, 2)
+    check_extent("k2q_q_indices", &p.q_indices, 0, p.head_kv, "KV heads")
+    check_extent("k2q_q_indices", &p.q_indices, 1, <int64_t>p.total_q * topk, "total_q * topk")
+    check_contiguous("k2q_q_indices", &p.q_indices)
+
+    _check_int32("cu_seqlens_q", &p.cu_seqlens_q, 1)
+    check_contiguous("cu_seqlens_q", &p.cu_seqlens_q)
+    if p.cu_seqlens_q.shape[0] < 2:
+        raise ValueError(f"cu_seqlens_q: expected B + 1 >= 2 elements, got {p.cu_seqlens_q.shape[0]}")
+    p.batch = p.cu_seqlens_q.shape[0] - 1
+    _check_int32("cu_seqlens_k", &p.cu_seqlens_k, 1)
+    check_extent("cu_seqlens_k", &p.cu_seqlens_k, 0, p.batch + 1, "B + 1 of cu_seqlens_q")
+    check_contiguous("cu_seqlens_k", &p.cu_seqlens_k)
+    if page_table is not None:
+        call.read("page_table", page_table, &p.page_table)
+        _check_int32("page_table", &p.page_table, 2)
+        check_extent("page_table", &p.page_table, 0, p.batch, "B of cu_seqlens_q")
+        check_last_dim_contiguous("page_table", &p.page_table)
+        _check_steps("page_table", &p.page_table, 1, 1)
+    if seqused_k is not None:
+        call.read("seqused_k", seqused_k, &p.seqused_k)
+        _check_int32("seqused_k", &p.seqused_k, 1)
+        check_extent("seqused_k", &p.seqused_k, 0, p.batch, "B of cu_seqlens_q")
+        check_contiguous("seqused_k", &p.seqused_k)
+    return 0
+
+
+cdef int _refuse_scales(const View* k, object q_scale, object k_scale, object v_scale) except -1:
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            raise NotImplementedError(f"{name}: expected None with {dtype_name(k.dtype)} storage, got {scale!r}")
+    return 0
+
+
+cdef int _read_out(Call call, Problem* p, object out) except -1:
+    call.read("out", out, &p.out)
+    check_rank("out", &p.out, 3)
+    check_dtype("out", &p.out, BFLOAT16)
+    check_extent("out", &p.out, 0, p.total_q, "total_q")
+    check_extent("out", &p.out, 1, p.q.shape[1], "Hq")
+    _check_tiles("out", &p.out)
+    return check_writable("out", &p.out)
+
+
+cdef int _read_lse(Call call, Problem* p, object lse) except -1:
+    call.read("lse", lse, &p.lse)
+    check_rank("lse", &p.lse, 2)
+    check_dtype("lse", &p.lse, FLOAT32)
+    check_extent("lse", &p.lse, 0, p.total_q, "total_q")
+    check_extent("lse", &p.lse, 1, p.q.shape[1], "Hq")
+    check_alignment("lse", &p.lse, 4)
+    _check_steps("lse", &p.lse, 2, 1)
+    return check_writable("lse", &p.lse)
+
+
+cdef int _check_schedule(Problem* p, Schedule schedule) except -1:
+    cdef const View* view = &schedule.qsplit_view
+    if not schedule.enabled:
+        return 0
+    if view.device.device_type != p.q.device.device_type or view.device.device_id != p.q.device.device_id:
+        raise ValueError("schedule: expected one whose arrays are on q's device")
+    check_extent("schedule.qsplit_indices", view, 0, p.head_kv, "KV heads")
+    check_extent("schedule.qsplit_indices", view, 1, p.q_indices.shape[1], "total_q * topk")
+    check_extent("schedule.split_counts", &schedule.split_counts_view, 0, p.total_q, "total_q")
+    check_extent("schedule.split_counts", &schedule.split_counts_view, 1, p.head_kv, "KV heads")
+    check_extent("schedule.split_entries", &schedule.split_entries_view, 2, p.topk, "topk")
+    return 0
+
+
+cdef object _validate_values(Call call, Problem* p, object schedule, object max_seqlen_q, object max_seqlen_k):
+    """SPARSE_AOT_VALIDATE=1: what can only be known by reading the arrays."""
+    cdef bint scheduled = schedule is not None and (<Schedule>schedule).enabled
+    work_count = split_counts = None
+    if scheduled:
+        work_count = call.to_host("schedule.work_count", &(<Schedule>schedule).work_count_view)
+        split_counts = call.to_host("schedule.split_counts", &(<Schedule>schedule).split_counts_view)
+    validate_attention(
+        total_q=p.total_q,
+        topk=p.topk,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        kv_shape=tuple([p.k.shape[dim] for dim in range(p.k.ndim)]),
+        cu_seqlens_q=call.to_host("cu_seqlens_q", &p.cu_seqlens_q),
+        cu_seqlens_k=call.to_host("cu_seqlens_k", &p.cu_seqlens_k),
+        k2q_row_ptr=call.to_host("k2q_row_ptr", &p.row_ptr),
+        k2q_q_indices=call.to_host("k2q_q_indices", &p.q_indices),
+        page_table=call.to_host("page_table", &p.page_table) if p.page_table.ndim else None,
+        seqused_k=call.to_host("seqused_k", &p.seqused_k) if p.seqused_k.ndim else None,
+        work_count=work_count,
+        work_capacity=schedule.work_capacity if scheduled else None,
+        split_counts=split_counts,
+    )
+
+
+cdef Schedule _make_schedule(
+    Call call, Problem* p, object k2q_row_ptr, object k2q_q_indices, object cu_seqlens_q, object cu_seqlens_k,
+    object max_seqlen_q, object stream,
+):
+    """The schedule of a call that was given none."""
+    from sparse_aot._csr import prepare_sparse_fwd_schedule_and_split
+
+    cdef int64_t[2] counts_shape = [p.total_q, p.head_kv]
+    if not call.ordered and is_capturing(call.stream):
+        raise ValueError(
+            "schedule: expected one under graph capture on a stream that is not the current one of q's framework"
+        )
+    schedule = prepare_sparse_fwd_schedule_and_split(
+        k2q_row_ptr=k2q_row_ptr,
+        k2q_q_indices=k2q_q_indices,
+        k2q_qsplit_indices=call.empty(INT32, 2, p.q_indices.shape).finish(),
+        split_counts=call.empty(INT32, 2, counts_shape).finish(),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        total_q=p.total_q,
+        max_seqlen_q=max_seqlen_q,
+        topk=p.topk,
+        head_kv=p.head_kv,
+        qhead_per_kv=p.g,
+        blk_kv=BLK_KV,
+        device=None,
+        enabled=True,
+        stream=stream,
+    )
+    if not call.ordered:
+        call.hold(schedule)
+    return schedule
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+cdef dict _forward_kernels = {}  # device, partial dtype, G and temperature in one int -> Kernel
+cdef dict _combine_kernels = {}  # device, partial dtype and topk in one int -> Kernel
+
+
+cdef Kernel _forward_kernel(Call call, Problem* p, tuple mma, str partial, bint temperature):
+    cdef int64_t key = ((<int64_t>call.device.ordinal << 16 | PARTIAL_DTYPES[partial]) << 5 | p.g) << 1 | temperature
+    kernel = _forward_kernels.get(key)
+    if kernel is None:
+        kernel = _forward_kernels[key] = get_kernel(
+            call.device,
+            "fwd",
+            {
+                "q": dtype_name(p.q.dtype),
+                "kv": dtype_name(p.k.dtype),
+                "qk": mma[0],
+                "pv": mma[1],
+                "g": p.g,
+                "partial": partial,
+                "temperature": temperature,
+            },
+        )
+    return <Kernel>kernel
+
+
+cdef Kernel _combine_kernel(Call call, Problem* p, str partial):
+    cdef int64_t key = (<int64_t>call.device.ordinal << 16 | PARTIAL_DTYPES[partial]) << 6 | p.topk
+    kernel = _combine_kernels.get(key)
+    if kernel is None:
+        kernel = _combine_kernels[key] = get_kernel(call.device, "combine", {"partial": partial, "topk": p.topk})
+    return <Kernel>kernel
+
+
+cdef inline uint64_t _step(const View* view, int dim) noexcept:
+    """A stride in bytes; that of a dimension of one element can be anything, so one that the driver takes."""
+    return <uint64_t>(view.strides[dim] if view.shape[dim] > 1 else HEAD_DIM) * 2
+
+
+cdef int _encode_queries(cydriver.CUtensorMap* out, const MapFormat* format, Problem* p) except -1:
+    """A row of 128 elements is two halves of 64, what one swizzled line of shared memory holds."""
+    cdef uint64_t rows = min(p.g, 8)
+    cdef uint64_t head = _step(&p.q, 1)
+    cdef uint64_t[5] dims = [64, rows, 2, <uint64_t>p.q.shape[1] // rows, <uint64_t>p.total_q]
+    cdef uint64_t[4] strides = [head, 128, rows * head, _step(&p.q, 0)]
+    return encode_tensor_map(out, format, p.q.data, dims, strides, "q")
+
+
+cdef int _encode_keys(cydriver.CUtensorMap* out, const MapFormat* format, const View* view, str name) except -1:
+    """Keys or values: a flat tensor is one page of total_k tokens."""
+    cdef bint paged = view.ndim == 4
+    cdef uint64_t tokens = view.shape[2] if paged else view.shape[0]
+    cdef uint64_t pages = view.shape[0] if paged else 1
+    cdef uint64_t page = _step(view, 0) if paged else HEAD_DIM * 2
+    cdef uint64_t token = _step(view, 2 if paged else 0)
+    cdef uint64_t[5] dims = [64, tokens, 2, <uint64_t>view.shape[1], pages]
+    cdef uint64_t[4] strides = [token, 128, _step(view, 1), page]
+    return encode_tensor_map(out, format, view.data, dims, strides, name)
+
+
+cdef inline size_t _aligned(size_t n_bytes) noexcept:
+    return (n_bytes + WORKSPACE_ALIGNMENT - 1) // WORKSPACE_ALIGNMENT * WORKSPACE_ALIGNMENT
+
+
+cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partial) except -1:
+    cdef bint temperature = p.lse_temperature.data is not NULL
+    # Without a key, or without a selected block, there is nothing to compute: combine sees split counts of 0.
+    cdef bint has_work = p.k.shape[0] > 0 and schedule.work_capacity > 0
+    cdef size_t rows = <size_t>p.total_q * p.head_kv * p.topk * p.g
+    cdef size_t out_bytes = _aligned(rows * HEAD_DIM * (4 if PARTIAL_DTYPES[partial] == FLOAT32 else 2))
+    cdef size_t lse_bytes = _aligned(rows * 4)
+    cdef Kernel combine = _combine_kernel(call, p, partial)
+    cdef Kernel forward = None
+    cdef Buffer workspace = call.scratch(
+        out_bytes + lse_bytes * (2 if temperature else 1) + 4 + WORKSPACE_ALIGNMENT - 1
+    )
+    cdef uintptr_t base = _aligned(<uintptr_t>workspace.view.data)
+    cdef void* partial_out = <void*>base
+    cdef void* partial_lse = <void*>(base + out_bytes)
+    cdef void* partial_lse_temperature = <void*>(base + out_bytes + lse_bytes) if temperature else NULL
+    cdef void* work_counter = <void*>(base + out_bytes + lse_bytes * (2 if temperature else 1))
+    cdef cydriver.CUtensorMap q_map
+    cdef cydriver.CUtensorMap k_map
+    cdef cydriver.CUtensorMap v_map
+    cdef int64_t page_table_stride = p.page_table.strides[0]
+    cdef int32_t max_pages = p.page_table.shape[1]
+    cdef int32_t total_rows = p.row_ptr.shape[1] - 1
+    cdef int32_t work_capacity = schedule.work_capacity
+    cdef (void*)[29] forward_params = [
+        &q_map,
+        &k_map,
+        &v_map,
+        &p.q.data,
+        &p.row_ptr.data,
+        &schedule.qsplit_view.data,
+        &schedule.metadata_view.data,
+        &schedule.work_count_view.data,
+        &work_counter,
+        &p.cu_seqlens_q.data,
+        &p.cu_seqlens_k.data,
+        &p.seqused_k.data,
+        &p.page_table.data,
+        &partial_out,
+        &partial_lse,
+        &partial_lse_temperature,
+        &p.q.strides[0],
+        &p.q.strides[1],
+        &page_table_stride,
+        &max_pages,
+        &p.batch,
+        &p.total_q,
+        &p.head_kv,
+        &total_rows,
+        &p.topk,
+        &work_capacity,
+        &p.causal,
+        &p.softmax_scale,
+        &p.lse_temperature_scale,
+    ]
+    cdef (void*)[15] combine_params = [
+        &partial_out,
+        &partial_lse,
+        &partial_lse_temperature,
+        &schedule.split_counts_view.data,
+        &schedule.split_entries_view.data,
+        &p.out.data,
+        &p.lse.data,
+        &p.lse_temperature.data,
+        &p.out.strides[0],
+        &p.out.strides[1],
+        &p.lse.strides[0],
+        &p.lse.strides[1],
+        &p.total_q,
+        &p.head_kv,
+        &p.g,
+    ]
+    cdef int64_t combine_work = <int64_t>p.total_q * p.head_kv * p.g
+    cdef cydriver.CUresult memset_result = cydriver.CUDA_SUCCESS
+    cdef cydriver.CUresult forward_result = cydriver.CUDA_SUCCESS
+    cdef cydriver.CUresult combine_result = cydriver.CUDA_SUCCESS
+    if has_work:
+        forward = _forward_kernel(call, p, mma, partial, temperature)
+        _encode_queries(&q_map, &forward.maps[0], p)
+        _encode_keys(&k_map, &forward.maps[1], &p.k, "k")
+        _encode_keys(&v_map, &forward.maps[2], &p.v, "v")
+    with nogil:
+        if has_work:
+            memset_result = cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>work_counter, 0, 1, call.stream)
+            if memset_result == cydriver.CUDA_SUCCESS:
+                forward_result = forward.enqueue(0, call.stream, forward_params)
+        if memset_result == cydriver.CUDA_SUCCESS and forward_result == cydriver.CUDA_SUCCESS:
+            combine_result = combine.enqueue(combine_work, call.stream, combine_params)
+    if memset_result != cydriver.CUDA_SUCCESS:
+        check(memset_result, f"cuMemsetD32Async of the work counter of {forward.name}")
+    if forward_result != cydriver.CUDA_SUCCESS:
+        forward.failed(forward_result, 0)
+    if combine_result != cydriver.CUDA_SUCCESS:
+        combine.failed(combine_result, combine_work)
+    return call.launched()
+
+
+# The public function --------------------------------------------------------------------------------------------------
+
+def sparse_atten_func(
+    q,
+    k,
+    v,
+    k2q_row_ptr,
+    k2q_q_indices,
+    topk,
+    *,
+    blk_kv=128,
+    causal=False,
+    softmax_scale=None,
+    lse_temperature_scale=1.0,
+    return_temperature_lse=False,
+    partial_dtype="float32",
+    return_softmax_lse=False,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    page_table=None,
+    seqused_k=None,
+    schedule=None,
+    qk_dtype=None,
+    pv_dtype=None,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
+    out=None,
+    lse=None,
+    stream=None,
+):
+    """Block-sparse attention over variable-length sequences, flat or paged.
+
+    Every query token attends, for each KV head, to the keys of its selected blocks of 128 keys; all ``G = Hq / Hkv``
+    query heads of a KV head share the selection. Scores are ``softmax_scale * q . k``. Key ``j`` of a sequence is
+    visible to query ``i`` if ``j < len_k`` and, when ``causal``, ``j <= i + len_k - len_q``. A row that sees nothing
+    gives out 0 and lse -inf.
+
+    Arrays are any objects on one CUDA device that speak DLPack. Nothing is read back from the device: block numbers,
+    page numbers and lengths that are out of range are ignored (``SPARSE_AOT_VALIDATE=1`` in the environment at import
+    makes them errors).
+
+    Args:
+        q: bfloat16 ``[total_q, Hq, 128]``, ``total_q < 2**24``; any 16-byte aligned strides, last dimension contiguous.
+        k, v: bfloat16, flat ``[total_k, Hkv, 128]`` or, with ``page_table``, paged ``[num_pages, Hkv, 128, 128]``; any
+            16-byte aligned strides (views of an interleaved cache are read in place), last dimension contiguous.
+            ``G`` in 1, 2, 4, 8, 16.
+        k2q_row_ptr: int32 ``[Hkv, total_rows + 1]``, from ``build_k2q_csr``.
+        k2q_q_indices: int32 ``[Hkv, total_q * topk]``, likewise.
+        topk: selected blocks of a (token, KV head): 4, 8, 16 or 32.
+        blk_kv: keys of a block: 128.
+        causal: bottom-right aligned causal mask.
+        softmax_scale: positive; None is ``1 / sqrt(128)``.
+        lse_temperature_scale: positive; the divisor of the scores in ``lse_temperature``.
+        return_temperature_lse: also return ``lse_temperature``, and ``lse``.
+        partial_dtype: how the partial outputs of a row's splits are stored, "float32" or "bfloat16".
+        return_softmax_lse: also return ``lse``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, where each sequence starts.
+        max_seqlen_q, max_seqlen_k: the longest sequence, in tokens; only hints for sizes.
+        page_table: int32 ``[B, max_pages]``, last dimension contiguous: the pages of each sequence.
+        seqused_k: int32 ``[B]``: keys in use, instead of the lengths in ``cu_seqlens_k``.
+        schedule: from ``build_k2q_csr(..., return_schedule=True)`` or ``prepare_sparse_fwd_schedule_and_split``; None
+            makes one inside the call.
+        qk_dtype, pv_dtype: the dtypes of the two products; None is the default for the storage ("bfloat16").
+        q_scale, k_scale, v_scale: belong to fp8 storage; must be None for bfloat16.
+        out: bfloat16 ``[total_q, Hq, 128]`` to write into; 16-byte aligned strides, last dimension contiguous.
+        lse: float32 ``[total_q, Hq]`` to write into, any positive strides.
+        stream: CUDA stream to work on, an int handle or an object with ``__cuda_stream__``; None is the current stream
+            of q's framework. Arrays that the call returns are allocated in that framework's current stream: keep them
+            until the work on another ``stream`` is done.
+
+    Returns:
+        ``out``, bfloat16 ``[total_q, Hq, 128]``; with ``return_softmax_lse`` ``(out, lse)``, lse float32
+        ``[total_q, Hq]``, the natural logarithm of the sum of exponentials of the scores; with
+        ``return_temperature_lse`` ``(out, lse, lse_temperature)``, the last of scores / ``lse_temperature_scale``
+        (``lse`` itself at scale 1).
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        NotImplementedError: no kernel for the dtypes, ``G``, ``topk``, ``blk_kv`` or device.
+        CudaError: the driver refused; the message has its name for the error, the kernel and the launch.
+    """
+    cdef Problem p
+    cdef Buffer new_out = None
+    cdef Buffer new_lse = None
+    cdef Buffer new_lse_temperature = None
+    cdef bint wants_lse = return_softmax_lse or return_temperature_lse or lse is not None
+    cdef int n_topk = _integer("topk", topk, 1, 1 << 20)
+    memset(&p, 0, sizeof(p))
+    cdef Call call = open_call("q", q, &p.q, stream)
+    if call.device is None:
+        raise NotImplementedError("q: attention runs on CUDA devices, got an array on the host")
+    if n_topk not in TOPK:
+        raise NotImplementedError(f"topk: got {n_topk}; supported: {', '.join(map(str, TOPK))}")
+    if _integer("blk_kv", blk_kv, 1, 1 << 20) != BLK_KV:
+        raise NotImplementedError(f"blk_kv: got {blk_kv}; supported: {BLK_KV}")
+    _integer("max_seqlen_q", max_seqlen_q, 0, 0x7FFFFFFF)
+    _integer("max_seqlen_k", max_seqlen_k, 0, 0x7FFFFFFF)
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule: expected a Schedule or None, got {type(schedule).__name__}")
+    p.causal = bool(causal)
+    p.softmax_scale = 1.0 / sqrt(<double>HEAD_DIM)
+    if softmax_scale is not None:
+        p.softmax_scale = _positive("softmax_scale", softmax_scale)
+    p.lse_temperature_scale = _positive("lse_temperature_scale", lse_temperature_scale)
+    partial = _partial_dtype(partial_dtype)
+    _read_problem(
+        call, &p, k, v, k2q_row_ptr, k2q_q_indices, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, n_topk
+    )
+    mma = _mma_dtypes(&p.q, &p.k, qk_dtype, pv_dtype)
+    if q_scale is not None or k_scale is not None or v_scale is not None:
+        _refuse_scales(&p.k, q_scale, k_scale, v_scale)
+    if out is not None:
+        _read_out(call, &p, out)
+    if lse is not None:
+        _read_lse(call, &p, lse)
+    if schedule is not None:
+        _check_schedule(&p, <Schedule>schedule)
+    if _validate:
+        _validate_values(call, &p, schedule, max_seqlen_q, max_seqlen_k)
+
+    if out is None:
+        new_out = call.empty(BFLOAT16, 3, p.q.shape)
+        p.out = new_out.view
+    if lse is None and wants_lse:
+        new_lse = call.empty(FLOAT32, 2, p.q.shape)
+        p.lse = new_lse.view
+    if return_temperature_lse and p.lse_temperature_scale != 1.0:
+        # combine writes both with the same strides.
+        check_contiguous("lse", &p.lse)
+        new_lse_temperature = call.empty(FLOAT32, 2, p.q.shape)
+        p.lse_temperature = new_lse_temperature.view
+    if p.total_q:
+        if schedule is None or not (<Schedule>schedule).enabled:
+            schedule = _make_schedule(
+                call, &p, k2q_row_ptr, k2q_q_indices, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, stream
+            )
+        _launch(call, &p, <Schedule>schedule, mma, partial)
+
+    if new_out is not None:
+        out = new_out.finish()
+    if not (return_softmax_lse or return_temperature_lse):
+        return out
+    if new_lse is not None:
+        lse = new_lse.finish()
+    if not return_temperature_lse:
+        return out, lse
+    return out, lse, lse if new_lse_temperature is None else new_lse_temperature.finish()

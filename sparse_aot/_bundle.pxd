@@ -1,0 +1,62 @@
+"""The kernels of the bundle: verified loading, TMA descriptors, launching.
+
+A launch sequence registers the parameters that it packs, once, at import; gets its kernel and launches it:
+
+    register_signature("combine", (("partial_out", "pointer"), ..., ("total_q", "int32")))    kinds as in the manifest
+
+    cdef Kernel kernel = get_kernel(call.device, "combine", {"partial": "bfloat16", "topk": 16})     first use loads
+    cdef void* params[16]                      params[i] = &value of parameter i, in the signature's order
+    kernel.launch(work, call.stream, params)   grid = ceil(work / work_per_cta), or one CTA a multiprocessor
+
+get_kernel builds a dict key: where host time counts, keep the Kernel in a dict of your own keyed by an int. To release
+the GIL once around several launches, call `enqueue` and hand a result that is not CUDA_SUCCESS to `failed`.
+The device's context must be current, as it is while a Call lives.
+
+    encode_tensor_map(&map, kernel.maps[0], ...)   maps[i] is the format of the i-th tensor_map parameter
+"""
+
+from cuda.bindings cimport cydriver
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from sparse_aot._driver cimport Device
+
+
+cdef enum:
+    MAX_TENSOR_MAPS = 4
+    MAX_TENSOR_RANK = 5
+
+
+# What the kernel fixes of a TMA descriptor.
+cdef struct MapFormat:
+    uint32_t dtype  # CUtensorMapDataType
+    uint32_t swizzle  # CUtensorMapSwizzle
+    uint32_t rank
+    uint32_t box[MAX_TENSOR_RANK]
+
+
+cdef class Kernel:
+    cdef readonly str name
+    cdef readonly Device device
+    cdef cydriver.CUfunction function
+    cdef unsigned int threads
+    cdef unsigned int smem_bytes
+    cdef int64_t work_per_cta
+    cdef bint pdl
+    cdef MapFormat[MAX_TENSOR_MAPS] maps
+
+    cdef unsigned int grid(self, int64_t work) noexcept nogil
+    cdef int launch(self, int64_t work, cydriver.CUstream stream, void** params) except -1
+    cdef cydriver.CUresult enqueue(
+        self, int64_t work, cydriver.CUstream stream, void** params
+    ) except? cydriver.CUDA_ERROR_NOT_FOUND nogil
+    cdef int failed(self, cydriver.CUresult result, int64_t work) except -1
+
+
+cdef int register_signature(str operation, tuple signature) except -1
+cdef Kernel get_kernel(Device device, str operation, dict options)
+
+# dims has format.rank entries, innermost first, in elements; strides has rank - 1, in bytes, of dims 1 and up.
+cdef int encode_tensor_map(
+    cydriver.CUtensorMap* out, const MapFormat* format, void* address, const uint64_t* dims, const uint64_t* strides,
+    str name,
+) except -1

@@ -1,0 +1,675 @@
+"""build_k2q_csr and prepare_sparse_fwd_schedule_and_split: host arrays go to compiled loops, CUDA arrays to kernels."""
+
+import operator
+import os
+
+from cuda.bindings cimport cydriver
+from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.string cimport memset
+
+from sparse_aot._bundle cimport Kernel, get_kernel, register_signature
+from sparse_aot._csr_host cimport (
+    BLOCK,
+    TOKEN_BITS,
+    Arrays,
+    Plan,
+    Rows,
+    Shape,
+    build_csr,
+    check_csr,
+    check_cu_seqlens,
+    count_rows,
+    fill_schedule,
+    number_rows,
+    plan_schedule,
+    split_csr,
+)
+from sparse_aot._dlpack cimport (
+    INT32,
+    Buffer,
+    Call,
+    View,
+    check_contiguous,
+    check_dtype,
+    check_extent,
+    check_last_dim_contiguous,
+    check_rank,
+    element_count,
+    open_call,
+)
+from sparse_aot._driver cimport check, is_capturing
+from sparse_aot._schedule cimport Schedule, make_schedule
+
+
+cdef bint _validate = os.environ.get("SPARSE_AOT_VALIDATE") == "1"
+
+cdef enum:
+    MAX_ROWS = 1 << 26
+    MAX_HEADS = 4096
+    MAX_PARAMS = 18
+    MAX_PARTS = 11  # of launch_build without a schedule
+    # What a CTA covers: entries (smxx_sort.py, smxx_csr.py), rows (CsrRowPtr, smxx_schedule.py), digits (RadixScan).
+    ENTRY_TILE = 4096
+    ROW_TILE = 256
+    SCAN_DIGITS = 32
+    MAX_DIGIT_BITS = 11
+
+
+# The kernels ----------------------------------------------------------------------------------------------------------
+
+# Every parameter of every kernel, by its name in the manifest, in slots of 8 bytes: a launch passes the addresses of
+# the slots that it needs, and the driver reads as many bytes as the parameter has. Pointers, then int64, then int32.
+cdef struct Values:
+    int64_t q2k_indices
+    int64_t cu_seqlens_q
+    int64_t cu_seqlens_k
+    int64_t row_ptr
+    int64_t q_indices
+    int64_t qsplit_indices
+    int64_t split_counts
+    int64_t split_entries
+    int64_t scheduler_metadata
+    int64_t work_count
+    int64_t row_of
+    int64_t sequence_base
+    int64_t row_sequence
+    int64_t row_block
+    int64_t counts
+    int64_t totals
+    int64_t keys
+    int64_t values
+    int64_t keys_in
+    int64_t values_in
+    int64_t keys_out
+    int64_t values_out
+    int64_t indices_out
+    int64_t entries_out
+    int64_t q2k_stride_head
+    int64_t q2k_stride_token
+    int64_t total_q
+    int64_t topk
+    int64_t head_kv
+    int64_t batch
+    int64_t total_rows
+    int64_t size
+    int64_t tiles
+    int64_t shift
+    int64_t bits
+    int64_t digits
+    int64_t target_log2
+    int64_t bucket_shift
+    int64_t buckets
+    int64_t capacity
+
+
+cdef list _slot_names():
+    cdef Values values
+    memset(&values, 0, sizeof(values))
+    return list(<dict>values)
+
+
+cdef list SLOTS = _slot_names()
+
+
+cdef str _kind(int slot):
+    if slot < SLOTS.index("q2k_stride_head"):
+        return "pointer"
+    return "int64" if slot < SLOTS.index("total_q") else "int32"
+
+
+cdef class Operation:
+    """A kernel of the launch sequence: the slots of its parameters, and the Kernel loaded for each device."""
+
+    cdef str name
+    cdef dict kernels  # (device ordinal, topk) -> Kernel
+    cdef int count
+    cdef int[MAX_PARAMS] slots
+
+    def __init__(self, str name, str params):
+        slots = [SLOTS.index(param) for param in params.split()]
+        self.name = name
+        self.kernels = {}
+        self.count = len(slots)
+        for i, slot in enumerate(slots):
+            self.slots[i] = slot
+        register_signature(name, tuple([(SLOTS[slot], _kind(slot)) for slot in slots]))
+
+    cdef int launch(self, Call call, Values* values, int64_t work, int topk=0) except -1:
+        """``topk`` 0: the operation has no such option."""
+        cdef void* params[MAX_PARAMS]
+        cdef int i
+        cdef Kernel kernel
+        key = (call.device.ordinal, topk)
+        kernel = <Kernel>self.kernels.get(key)
+        if kernel is None:
+            kernel = get_kernel(call.device, self.name, {"topk": topk} if topk else {})
+            self.kernels[key] = kernel
+        for i in range(self.count):
+            params[i] = <int64_t*>values + self.slots[i]
+        return kernel.launch(work, call.stream, params)
+
+
+cdef Operation CSR_ROWS = Operation(
+    "csr_rows", "cu_seqlens_k row_of sequence_base row_sequence row_block batch total_rows"
+)
+cdef Operation CSR_KEYS = Operation(
+    "csr_keys",
+    "q2k_indices cu_seqlens_q cu_seqlens_k row_of sequence_base keys values split_counts split_entries counts"
+    " q2k_stride_head q2k_stride_token total_q head_kv batch total_rows tiles bits",
+)
+cdef Operation CSR_ROW_PTR = Operation("csr_row_ptr", "keys row_ptr size total_rows tiles")
+cdef Operation CSR_COLLECT = Operation(
+    "csr_collect", "row_ptr q_indices qsplit_indices split_counts split_entries total_q topk head_kv total_rows tiles"
+)
+cdef Operation CSR_SPLIT = Operation("csr_split", "qsplit_indices split_counts split_entries total_q head_kv tiles")
+cdef Operation RADIX_COUNT = Operation("radix_count", "keys counts size tiles shift bits")
+cdef Operation RADIX_SCAN = Operation("radix_scan", "counts totals tiles digits")
+cdef Operation RADIX_SCATTER = Operation(
+    "radix_scatter",
+    "keys_in values_in counts totals keys_out values_out indices_out entries_out size topk tiles shift bits",
+)
+cdef Operation SCHEDULE_COUNT = Operation(
+    "schedule_count", "row_ptr q_indices counts size total_rows tiles target_log2 bucket_shift buckets capacity"
+)
+cdef Operation SCHEDULE_FILL = Operation(
+    "schedule_fill",
+    "row_ptr q_indices row_sequence row_block counts totals scheduler_metadata work_count size total_rows head_kv tiles"
+    " target_log2 bucket_shift buckets bits capacity",
+)
+
+
+cdef class Scratch:
+    """The scratch arrays of a call in one allocation: add every part, then allocate."""
+
+    cdef Buffer buffer
+    cdef int64_t n_bytes
+    cdef int count
+    cdef int64_t* parts[MAX_PARTS]
+
+    cdef void add(self, int64_t* part, int64_t count) noexcept:
+        """``allocate`` writes the address of ``count`` int32 to ``part``."""
+        part[0] = self.n_bytes
+        self.parts[self.count] = part
+        self.count += 1
+        self.n_bytes += (count * <int64_t>sizeof(int32_t) + 255) & ~255
+
+    cdef int allocate(self, Call call) except -1:
+        cdef int i
+        self.buffer = call.scratch(self.n_bytes)
+        for i in range(self.count):
+            self.parts[i][0] += <int64_t>self.buffer.view.data
+        return 0
+
+
+cdef int64_t ceil_div(int64_t a, int64_t b) noexcept:
+    return (a + b - 1) // b
+
+
+cdef int bit_length(int64_t value) noexcept:
+    cdef int bits = 0
+    while value >> bits:
+        bits += 1
+    return bits
+
+
+cdef int set_words(Call call, int64_t address, int word, int64_t count) except -1:
+    if count:
+        check(
+            cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>address, <unsigned int>word, count, call.stream),
+            "cuMemsetD32Async",
+        )
+    return 0
+
+
+# Launch sequences. What each kernel does is in aot/kernels/smxx_csr.py, smxx_sort.py and smxx_schedule.py. ------------
+
+cdef void set_shape(Values* v, const Shape* shape) noexcept:
+    v.total_q = shape.total_q
+    v.topk = shape.topk
+    v.head_kv = shape.head_kv
+    v.batch = shape.batch
+    v.total_rows = shape.total_rows
+    v.size = shape.size
+
+
+cdef void add_rows(Scratch scratch, Values* v, const Shape* shape) noexcept:
+    scratch.add(&v.row_of, shape.total_rows)
+    scratch.add(&v.sequence_base, shape.batch)
+    scratch.add(&v.row_sequence, shape.total_rows)
+    scratch.add(&v.row_block, shape.total_rows)
+
+
+cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan) except -1:
+    """All launches of build_k2q_csr; ``plan`` NULL: no schedule."""
+    cdef Scratch scratch = Scratch()
+    cdef int64_t entries = <int64_t>shape.head_kv * shape.size
+    cdef int64_t tiles = ceil_div(shape.size, ENTRY_TILE)
+    cdef int64_t work = shape.head_kv * tiles
+    cdef int key_bits = bit_length(shape.total_rows)  # the key of a dropped entry is total_rows
+    cdef int passes = <int>ceil_div(key_bits, MAX_DIGIT_BITS)
+    cdef int bits = <int>ceil_div(key_bits, passes) if passes else 0
+    cdef int64_t digits = <int64_t>1 << bits
+    cdef int64_t counts = work * digits
+    cdef int64_t totals = shape.head_kv * digits
+    cdef int64_t[2] keys, values
+    cdef int p
+    if entries == 0 or shape.total_rows == 0:
+        set_words(call, v.row_ptr, 0, <int64_t>shape.head_kv * (shape.total_rows + 1))
+        set_words(call, v.q_indices, -1, entries)
+        if plan is not NULL:
+            set_words(call, v.qsplit_indices, -1, entries)
+            set_words(call, v.split_counts, 0, <int64_t>shape.total_q * shape.head_kv)
+            set_words(call, v.split_entries, -1, entries)
+            set_words(call, v.work_count, 0, 1)
+        return 0
+    add_rows(scratch, v, shape)
+    scratch.add(&keys[0], entries)
+    scratch.add(&keys[1], entries)
+    scratch.add(&values[0], entries)
+    if plan is NULL:
+        scratch.add(&v.qsplit_indices, entries)
+        scratch.add(&v.split_counts, <int64_t>shape.total_q * shape.head_kv)
+    else:
+        counts = max(counts, schedule_counts(shape, plan))
+        totals = max(totals, <int64_t>shape.head_kv * plan.buckets)
+    scratch.add(&v.counts, counts)
+    scratch.add(&v.totals, totals)
+    scratch.allocate(call)
+
+    set_shape(v, shape)
+    CSR_ROWS.launch(call, v, 1)
+    # The passes alternate between two arrays each for keys and values; the last values written are the qsplit words.
+    values[1] = v.qsplit_indices
+    if passes % 2 == 0:
+        values[0], values[1] = values[1], values[0]
+    v.keys = keys[0]
+    v.values = values[0]
+    v.tiles = tiles
+    v.bits = bits
+    v.digits = digits
+    CSR_KEYS.launch(call, v, work, shape.topk)
+    for p in range(passes):
+        v.shift = p * bits
+        v.keys = v.keys_in = keys[p % 2]
+        v.keys_out = keys[1 - p % 2]
+        v.values_in = values[p % 2]
+        v.values_out = values[1 - p % 2]
+        v.indices_out = v.q_indices if p == passes - 1 else 0
+        v.entries_out = v.split_entries if p == passes - 1 else 0
+        if p > 0:
+            RADIX_COUNT.launch(call, v, work)
+        RADIX_SCAN.launch(call, v, shape.head_kv * ceil_div(digits, SCAN_DIGITS))
+        RADIX_SCATTER.launch(call, v, work)
+    v.keys = v.keys_out
+    v.tiles = ceil_div(<int64_t>shape.total_rows + 1, ROW_TILE)
+    CSR_ROW_PTR.launch(call, v, shape.head_kv * v.tiles)
+    if plan is not NULL:
+        launch_schedule(call, v, shape, plan)
+    return 0
+
+
+cdef int launch_split(Call call, Values* v, const Shape* shape, const Plan* plan) except -1:
+    """All launches of prepare_sparse_fwd_schedule_and_split."""
+    cdef Scratch scratch = Scratch()
+    cdef int64_t entries = <int64_t>shape.head_kv * shape.size
+    set_words(call, v.split_counts, 0, <int64_t>shape.total_q * shape.head_kv)
+    if entries == 0 or shape.total_rows == 0:
+        set_words(call, v.qsplit_indices, -1, entries)
+        set_words(call, v.split_entries, -1, entries)
+        set_words(call, v.work_count, 0, 1)
+        return 0
+    add_rows(scratch, v, shape)
+    scratch.add(&v.counts, schedule_counts(shape, plan))
+    scratch.add(&v.totals, <int64_t>shape.head_kv * plan.buckets)
+    scratch.allocate(call)
+
+    set_shape(v, shape)
+    v.tiles = ceil_div(shape.size, ENTRY_TILE)
+    CSR_COLLECT.launch(call, v, shape.head_kv * v.tiles)
+    CSR_SPLIT.launch(call, v, shape.head_kv * v.tiles, shape.topk)
+    CSR_ROWS.launch(call, v, 1)
+    return launch_schedule(call, v, shape, plan)
+
+
+cdef int64_t schedule_counts(const Shape* shape, const Plan* plan) noexcept:
+    return shape.head_kv * ceil_div(shape.total_rows, ROW_TILE) * plan.buckets
+
+
+cdef int launch_schedule(Call call, Values* v, const Shape* shape, const Plan* plan) except -1:
+    v.tiles = ceil_div(shape.total_rows, ROW_TILE)
+    v.target_log2 = plan.target_log2
+    v.bucket_shift = plan.bucket_shift
+    v.buckets = v.digits = plan.buckets
+    v.bits = bit_length(plan.buckets - 1)
+    v.capacity = plan.capacity
+    SCHEDULE_COUNT.launch(call, v, shape.head_kv * v.tiles)
+    RADIX_SCAN.launch(call, v, shape.head_kv * ceil_div(plan.buckets, SCAN_DIGITS))
+    SCHEDULE_FILL.launch(call, v, shape.head_kv * v.tiles)
+    return 0
+
+
+# The same on the host. ------------------------------------------------------------------------------------------------
+
+cdef int run_host(Call call, Values* v, const Shape* shape, const Plan* plan, bint from_csr) except -1:
+    """build_k2q_csr (``plan`` NULL: no schedule), or with ``from_csr`` prepare_sparse_fwd_schedule_and_split."""
+    cdef Scratch scratch = Scratch()
+    cdef int64_t counters
+    cdef Rows rows
+    cdef Arrays arrays
+    add_rows(scratch, v, shape)
+    scratch.add(&counters, <int64_t>shape.total_rows + 1)
+    if plan is NULL:
+        scratch.add(&v.qsplit_indices, <int64_t>shape.head_kv * shape.size)
+        scratch.add(&v.split_counts, <int64_t>shape.total_q * shape.head_kv)
+    scratch.allocate(call)
+    rows.row_of = <int32_t*>v.row_of
+    rows.sequence_base = <int32_t*>v.sequence_base
+    rows.row_sequence = <int32_t*>v.row_sequence
+    rows.row_block = <int32_t*>v.row_block
+    arrays.row_ptr = <int32_t*>v.row_ptr
+    arrays.q_indices = <int32_t*>v.q_indices
+    arrays.qsplit_indices = <int32_t*>v.qsplit_indices
+    arrays.split_counts = <int32_t*>v.split_counts
+    arrays.split_entries = <int32_t*>v.split_entries
+    arrays.scheduler_metadata = <int32_t*>v.scheduler_metadata
+    arrays.work_count = <int32_t*>v.work_count
+    if from_csr:
+        check_csr(shape, &arrays)
+    with nogil:
+        number_rows(<int32_t*>v.cu_seqlens_k, shape, &rows, <int32_t*>counters)
+        if from_csr:
+            split_csr(shape, &arrays)
+        else:
+            build_csr(
+                <int32_t*>v.q2k_indices, v.q2k_stride_head, v.q2k_stride_token, <int32_t*>v.cu_seqlens_q,
+                <int32_t*>v.cu_seqlens_k, shape, &rows, &arrays, <int32_t*>counters,
+            )
+        if plan is not NULL:
+            fill_schedule(shape, plan, &rows, &arrays)
+    return 0
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+cdef int64_t integer(str name, object value, int64_t low, int64_t high) except? -1:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+    if not low <= number <= high:
+        raise ValueError(f"{name}: expected an integer from {low} to {high}, got {number}")
+    return number
+
+
+cdef int check_choice(str name, object value, tuple choices) except -1:
+    if value not in choices:
+        raise NotImplementedError(f"{name}: got {value!r}; supported: {', '.join(map(str, choices))}")
+    return 0
+
+
+cdef int read_int32(Call call, str name, object array, View* view, int ndim) except -1:
+    """Read an int32 array that must be contiguous."""
+    call.read(name, array, view)
+    check_rank(name, view, ndim)
+    check_dtype(name, view, INT32)
+    return check_contiguous(name, view)
+
+
+cdef int read_cu_seqlens(
+    Call call, object array_q, object array_k, View* cu_q, View* cu_k, Shape* shape, Values* v
+) except -1:
+    read_int32(call, "cu_seqlens_q", array_q, cu_q, 1)
+    shape.batch = <int32_t>integer("cu_seqlens_q: the number of elements less one", cu_q.shape[0] - 1, 1, MAX_ROWS)
+    read_int32(call, "cu_seqlens_k", array_k, cu_k, 1)
+    check_extent("cu_seqlens_k", cu_k, 0, <int64_t>shape.batch + 1, "as in cu_seqlens_q")
+    v.cu_seqlens_q = <int64_t>cu_q.data
+    v.cu_seqlens_k = <int64_t>cu_k.data
+    return 0
+
+
+cdef int set_sizes(Shape* shape, int64_t head_kv, int64_t total_q, int64_t topk) except -1:
+    shape.head_kv = <int32_t>integer("head_kv (dimension 0 of q2k_indices or k2q_row_ptr)", head_kv, 1, MAX_HEADS)
+    shape.total_q = <int32_t>integer("total_q", total_q, 0, (1 << TOKEN_BITS) - 1)
+    check_choice("topk", topk, (4, 8, 16, 32))
+    shape.topk = <int32_t>topk
+    shape.size = shape.total_q * shape.topk
+    return 0
+
+
+cdef int resolve_rows(
+    Call call, const View* cu_q, const View* cu_k, Shape* shape, object total_rows, int64_t total_k
+) except -1:
+    """Set ``shape.total_rows``; check the values in cu_seqlens, for a device only with SPARSE_AOT_VALIDATE=1."""
+    cdef bint validate = call.device is None or (_validate and not is_capturing(call.stream))
+    cdef const int32_t* cu_seqlens_q = <int32_t*>cu_q.data
+    cdef const int32_t* cu_seqlens_k = <int32_t*>cu_k.data
+    cdef int64_t live
+    if call.device is not None:
+        if total_rows is None and is_capturing(call.stream):
+            raise ValueError("total_rows: expected an integer under graph capture, got None, which needs a host read")
+        if total_rows is None or validate:
+            copy_k = call.to_host("cu_seqlens_k", cu_k)
+            cu_seqlens_k = <int32_t*><uintptr_t>copy_k.ctypes.data
+        if validate:
+            copy_q = call.to_host("cu_seqlens_q", cu_q)
+            cu_seqlens_q = <int32_t*><uintptr_t>copy_q.ctypes.data
+    if validate:
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, shape.batch, shape.total_q, "total_q")
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, shape.batch, total_k, "total_k")
+    if total_rows is None or validate:
+        live = count_rows(cu_seqlens_k, shape.batch)
+        if total_rows is None:
+            total_rows = live
+        elif total_rows < live:
+            raise ValueError(f"total_rows: expected at least {live}, the blocks in cu_seqlens_k, got {total_rows}")
+    shape.total_rows = <int32_t>integer("total_rows", total_rows, 0, MAX_ROWS)
+    return 0
+
+
+# Public ---------------------------------------------------------------------------------------------------------------
+
+def build_k2q_csr(
+    q2k_indices, cu_seqlens_q, cu_seqlens_k, blk_kv=BLOCK, *, total_k, max_seqlen_k=None, max_seqlen_q=None,
+    total_rows=None, qhead_per_kv=1, return_schedule=False, stream=None,
+):
+    """The reverse map of a block selection: for each block of keys, the query tokens that selected it.
+
+    A CSR row is one block of 128 keys of one sequence. Rows are numbered with the block number outermost and the
+    sequence innermost. Block numbers that the token's sequence does not have are dropped; one that a token names twice
+    counts once. The result is the same on every run, and for host arrays, which compiled host code takes, bit for bit.
+
+    Args:
+        q2k_indices: int32 ``[Hkv, total_q, topk]``, sequence-local block numbers, -1 = nothing; topk is 4, 8, 16 or 32,
+            total_q < 2^24. The last dimension is contiguous, the others have any strides.
+        cu_seqlens_q: int32 ``[B + 1]``, contiguous. Tokens past ``cu_seqlens_q[B]`` belong to no sequence.
+        cu_seqlens_k: int32 ``[B + 1]``, contiguous.
+        blk_kv: keys a block; 128.
+        total_k: upper bound of ``cu_seqlens_k[B]``.
+        max_seqlen_k, max_seqlen_q: accepted as hints; nothing is sized by them.
+        total_rows: the number of rows, the sum of ``ceil(len_k / 128)`` over the sequences. A larger number gives empty
+            rows at the end; a smaller one is an error for host arrays and drops the rows past it on a device. None:
+            read from ``cu_seqlens_k``, which waits for the stream and is refused while it is being captured.
+        qhead_per_kv: query heads a KV head, 1, 2, 4, 8 or 16; the schedule depends on it.
+        return_schedule: whether to make a schedule too.
+        stream: CUDA stream, an int handle or an object with ``__cuda_stream__``; None: the producer's current stream.
+
+    Returns:
+        ``(k2q_row_ptr, k2q_q_indices)`` or ``(k2q_row_ptr, k2q_q_indices, schedule)``. ``k2q_row_ptr`` is int32
+        ``[Hkv, total_rows + 1]``; ``k2q_q_indices`` is int32 ``[Hkv, total_q * topk]``, token numbers ascending within
+        a row, -1 in the unused tail. See ``Schedule`` for its arrays.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a bad argument, by name. The values of ``cu_seqlens`` are checked
+            for host arrays, and for device arrays where ``SPARSE_AOT_VALIDATE=1`` is in the environment at import and
+            the stream is not being captured.
+        CudaError: a driver call failed.
+    """
+    cdef View view, cu_q, cu_k
+    cdef Values v
+    cdef Shape shape
+    cdef Plan plan
+    cdef Plan* planned = NULL
+    cdef Buffer metadata, work_count, qsplit, split_counts, split_entries
+    cdef int64_t[2] extents
+    cdef Call call = open_call("q2k_indices", q2k_indices, &view, stream)
+    check_rank("q2k_indices", &view, 3)
+    check_dtype("q2k_indices", &view, INT32)
+    if element_count(&view):  # NumPy gives empty arrays strides of 0
+        check_last_dim_contiguous("q2k_indices", &view)
+    set_sizes(&shape, view.shape[0], view.shape[1], view.shape[2])
+    v.q2k_indices = <int64_t>view.data
+    v.q2k_stride_head = view.strides[0]
+    v.q2k_stride_token = view.strides[1]
+    read_cu_seqlens(call, cu_seqlens_q, cu_seqlens_k, &cu_q, &cu_k, &shape, &v)
+    check_choice("blk_kv", blk_kv, (BLOCK,))
+    check_choice("qhead_per_kv", qhead_per_kv, (1, 2, 4, 8, 16))
+    for name, hint in (("max_seqlen_k", max_seqlen_k), ("max_seqlen_q", max_seqlen_q)):
+        if hint is not None:
+            integer(name, hint, 0, 0x7FFFFFFF)
+    if total_rows is not None:
+        integer("total_rows", total_rows, 0, MAX_ROWS)
+    resolve_rows(call, &cu_q, &cu_k, &shape, total_rows, integer("total_k", total_k, 0, 0x7FFFFFFF))
+
+    extents = [shape.head_kv, <int64_t>shape.total_rows + 1]
+    cdef Buffer row_ptr = call.empty(INT32, 2, extents)
+    extents[1] = shape.size
+    cdef Buffer q_indices = call.empty(INT32, 2, extents)
+    v.row_ptr = <int64_t>row_ptr.view.data
+    v.q_indices = <int64_t>q_indices.view.data
+    v.split_entries = 0
+    if return_schedule:
+        planned = &plan
+        plan_schedule(&shape, qhead_per_kv, planned)
+        qsplit = call.empty(INT32, 2, extents)
+        extents = [shape.total_q, shape.head_kv]
+        split_counts = call.empty(INT32, 2, extents)
+        metadata, work_count, split_entries = empty_schedule(call, &shape, planned)
+        v.qsplit_indices = <int64_t>qsplit.view.data
+        v.split_counts = <int64_t>split_counts.view.data
+        v.split_entries = <int64_t>split_entries.view.data
+        v.scheduler_metadata = <int64_t>metadata.view.data
+        v.work_count = <int64_t>work_count.view.data
+
+    if call.device is None:
+        run_host(call, &v, &shape, planned, False)
+    else:
+        launch_build(call, &v, &shape, planned)
+        call.launched()
+    if not return_schedule:
+        return row_ptr.finish(), q_indices.finish()
+    return row_ptr.finish(), q_indices.finish(), make_schedule(
+        metadata.finish(), &metadata.view, work_count.finish(), &work_count.view, qsplit.finish(), &qsplit.view,
+        split_counts.finish(), &split_counts.view, split_entries.finish(), &split_entries.view, 1 << plan.target_log2,
+        plan.capacity,
+    )
+
+
+def prepare_sparse_fwd_schedule_and_split(
+    *, k2q_row_ptr, k2q_q_indices, k2q_qsplit_indices, split_counts, cu_seqlens_q, cu_seqlens_k, total_q, max_seqlen_q,
+    topk, head_kv, qhead_per_kv, blk_kv, device, enabled, stream=None,
+):
+    """The schedule of a given CSR, the same as ``build_k2q_csr(..., return_schedule=True)`` makes.
+
+    Args:
+        k2q_row_ptr: int32 ``[Hkv, total_rows + 1]``, as ``build_k2q_csr`` returns it.
+        k2q_q_indices: int32 ``[Hkv, total_q * topk]``, likewise.
+        k2q_qsplit_indices: int32 ``[Hkv, total_q * topk]``, written: token in bits 0-23, split slot in bits 24-31; -1
+            in the unused tail.
+        split_counts: int32 ``[total_q, Hkv]``, written.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``.
+        total_q: query tokens, < 2^24.
+        max_seqlen_q: accepted as a hint; nothing is sized by it. May be None.
+        topk: 4, 8, 16 or 32.
+        head_kv: KV heads.
+        qhead_per_kv: query heads a KV head, 1, 2, 4, 8 or 16.
+        blk_kv: keys a block; 128.
+        device: where the arrays are; only checked not to contradict them.
+        enabled: False: nothing is written and a disabled schedule is returned.
+        stream: as for ``build_k2q_csr``.
+
+    All arrays are contiguous and on one device, or all on the host.
+
+    Returns:
+        A ``Schedule`` whose ``qsplit_indices`` and ``split_counts`` are the given arrays.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a bad argument, by name; values as in ``build_k2q_csr``, and for
+            host arrays those of the CSR.
+        CudaError: a driver call failed.
+    """
+    cdef View rows_view, qsplit_view, split_view, cu_q, cu_k
+    cdef Values v
+    cdef Shape shape
+    cdef Plan plan
+    cdef Buffer metadata, work_count, split_entries
+    cdef Call call = open_call("k2q_row_ptr", k2q_row_ptr, &rows_view, stream)
+    check_rank("k2q_row_ptr", &rows_view, 2)
+    check_dtype("k2q_row_ptr", &rows_view, INT32)
+    check_contiguous("k2q_row_ptr", &rows_view)
+    set_sizes(&shape, integer("head_kv", head_kv, 1, MAX_HEADS), integer("total_q", total_q, 0, (1 << TOKEN_BITS) - 1),
+              integer("topk", topk, 4, 32))
+    check_extent("k2q_row_ptr", &rows_view, 0, shape.head_kv, "head_kv")
+    integer("k2q_row_ptr: dimension 1 less one, the number of rows", rows_view.shape[1] - 1, 0, MAX_ROWS)
+    for name, array in (("k2q_q_indices", k2q_q_indices), ("k2q_qsplit_indices", k2q_qsplit_indices)):
+        read_int32(call, name, array, &qsplit_view, 2)
+        check_extent(name, &qsplit_view, 0, shape.head_kv, "head_kv")
+        check_extent(name, &qsplit_view, 1, shape.size, "total_q * topk")
+        if name == "k2q_q_indices":
+            v.q_indices = <int64_t>qsplit_view.data
+    read_int32(call, "split_counts", split_counts, &split_view, 2)
+    check_extent("split_counts", &split_view, 0, shape.total_q, "total_q")
+    check_extent("split_counts", &split_view, 1, shape.head_kv, "head_kv")
+    check_writable("k2q_qsplit_indices", &qsplit_view)
+    check_writable("split_counts", &split_view)
+    read_cu_seqlens(call, cu_seqlens_q, cu_seqlens_k, &cu_q, &cu_k, &shape, &v)
+    check_choice("blk_kv", blk_kv, (BLOCK,))
+    check_choice("qhead_per_kv", qhead_per_kv, (1, 2, 4, 8, 16))
+    if max_seqlen_q is not None:
+        integer("max_seqlen_q", max_seqlen_q, 0, 0x7FFFFFFF)
+    check_device(device, call)
+    if not enabled:
+        return Schedule.__new__(Schedule)
+
+    resolve_rows(call, &cu_q, &cu_k, &shape, rows_view.shape[1] - 1, 0x7FFFFFFF)
+    plan_schedule(&shape, qhead_per_kv, &plan)
+    metadata, work_count, split_entries = empty_schedule(call, &shape, &plan)
+    v.row_ptr = <int64_t>rows_view.data
+    v.qsplit_indices = <int64_t>qsplit_view.data
+    v.split_counts = <int64_t>split_view.data
+    v.split_entries = <int64_t>split_entries.view.data
+    v.scheduler_metadata = <int64_t>metadata.view.data
+    v.work_count = <int64_t>work_count.view.data
+    if call.device is None:
+        run_host(call, &v, &shape, &plan, True)
+    else:
+        launch_split(call, &v, &shape, &plan)
+        call.launched()
+    return make_schedule(
+        metadata.finish(), &metadata.view, work_count.finish(), &work_count.view, k2q_qsplit_indices, &qsplit_view,
+        split_counts, &split_view, split_entries.finish(), &split_entries.view, 1 << plan.target_log2, plan.capacity,
+    )
+
+
+cdef tuple empty_schedule(Call call, const Shape* shape, const Plan* plan):
+    """(scheduler_metadata, work_count, split_entries)"""
+    cdef int64_t[3] extents
+    extents = [plan.capacity, 6, 0]
+    metadata = call.empty(INT32, 2, extents)
+    extents[0] = 1
+    work_count = call.empty(INT32, 1, extents)
+    extents = [shape.head_kv, shape.total_q, shape.topk]
+    return metadata, work_count, call.empty(INT32, 3, extents)
+
+
+cdef int check_writable(str name, const View* view) except -1:
+    if view.readonly:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+    return 0
+
+
+cdef int check_device(object device, Call call) except -1:
+    kind = str(device).lower()
+    if ("cuda" in kind or "gpu" in kind) and call.device is None or "cpu" in kind and call.device is not None:
+        where = "the host" if call.device is None else repr(call.device)
+        raise ValueError(f"device: expected that of the arrays, {where}, got {device!r}")
+    return 0

@@ -1,0 +1,122 @@
+"""The CUDA driver: errors, devices, streams."""
+
+import threading
+
+from cuda.bindings cimport cydriver
+from libc.stdint cimport uintptr_t
+
+
+class CudaError(RuntimeError):
+    """A driver call failed. The message has the driver's name for the error and the call that it came from.
+
+    Attributes:
+        code: the ``CUresult`` as an int.
+    """
+
+    def __init__(self, code, message):
+        super().__init__(message)
+        self.code = code
+
+
+cdef int check(cydriver.CUresult result, str what) except -1:
+    cdef const char* name = NULL
+    cdef const char* text = NULL
+    if result == cydriver.CUDA_SUCCESS:
+        return 0
+    cydriver.cuGetErrorName(result, &name)
+    cydriver.cuGetErrorString(result, &text)
+    named = name.decode() if name is not NULL else f"CUDA error {<int>result}"
+    described = f" ({text.decode()})" if text is not NULL else ""
+    raise CudaError(<int>result, f"{what}: {named}{described}")
+
+
+cdef dict _devices = {}
+_lock = threading.Lock()
+
+
+cdef class Device:
+    """One CUDA device and its primary context."""
+
+    def __repr__(self):
+        major, minor = self.capability
+        return f"cuda:{self.ordinal} ({self.name}, compute capability {major}.{minor})"
+
+
+cdef int _attribute(cydriver.CUdevice_attribute attribute, cydriver.CUdevice handle) except -1:
+    cdef int value = 0
+    check(cydriver.cuDeviceGetAttribute(&value, attribute, handle), "cuDeviceGetAttribute")
+    return value
+
+
+cdef Device get_device(int ordinal):
+    cdef Device device = <Device>_devices.get(ordinal)
+    cdef cydriver.CUdevice handle
+    cdef char name[256]
+    if device is not None:
+        return device
+    with _lock:
+        if ordinal in _devices:
+            return <Device>_devices[ordinal]
+        check(cydriver.cuInit(0), "cuInit")
+        check(cydriver.cuDeviceGet(&handle, ordinal), f"cuDeviceGet({ordinal})")
+        check(cydriver.cuDeviceGetName(name, sizeof(name), handle), "cuDeviceGetName")
+        device = Device.__new__(Device)
+        device.ordinal = ordinal
+        device.name = name.decode()
+        device.capability = (
+            _attribute(cydriver.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle),
+            _attribute(cydriver.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle),
+        )
+        device.multiprocessors = _attribute(cydriver.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, handle)
+        check(cydriver.cuDevicePrimaryCtxRetain(&device.context, handle), "cuDevicePrimaryCtxRetain")
+        _devices[ordinal] = device
+    return device
+
+
+def device_count():
+    """Number of CUDA devices; 0 where there is no driver or no device."""
+    cdef int count = 0
+    try:
+        if cydriver.cuInit(0) != cydriver.CUDA_SUCCESS:
+            return 0
+        check(cydriver.cuDeviceGetCount(&count), "cuDeviceGetCount")
+    except CudaError:
+        raise
+    except RuntimeError:  # cuda-bindings found no driver library
+        return 0
+    return count
+
+
+def describe_devices():
+    """The devices that the driver sees, as ``[Device, ...]``."""
+    return [get_device(ordinal) for ordinal in range(device_count())]
+
+
+cdef cydriver.CUstream stream_handle(object stream) except? NULL:
+    cdef uintptr_t handle
+    if hasattr(stream, "__cuda_stream__"):
+        stream = stream.__cuda_stream__()[1]
+    if not isinstance(stream, int) or isinstance(stream, bool):
+        kind = type(stream).__name__
+        raise TypeError(f"stream: expected an int handle or an object with __cuda_stream__, got {kind}")
+    if stream < 0:
+        raise ValueError(f"stream: expected a stream handle, got {stream}")
+    handle = stream
+    return <cydriver.CUstream>(handle if handle else <uintptr_t>cydriver.CU_STREAM_LEGACY)
+
+
+cdef bint is_capturing(cydriver.CUstream stream) except -1:
+    cdef cydriver.CUstreamCaptureStatus status = cydriver.CU_STREAM_CAPTURE_STATUS_NONE
+    check(cydriver.cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing")
+    return status != cydriver.CU_STREAM_CAPTURE_STATUS_NONE
+
+
+cdef int order_streams(cydriver.CUstream earlier, cydriver.CUstream later) except -1:
+    cdef cydriver.CUevent event
+    check(cydriver.cuEventCreate(&event, cydriver.CU_EVENT_DISABLE_TIMING), "cuEventCreate")
+    try:
+        check(cydriver.cuEventRecord(event, earlier), "cuEventRecord")
+        check(cydriver.cuStreamWaitEvent(later, event, 0), "cuStreamWaitEvent")
+    finally:
+        cydriver.cuEventDestroy(event)
+    return 0

@@ -1,0 +1,31 @@
+"""The schedule object that the CSR functions return and the attention takes.
+
+    make_schedule(metadata_array, &metadata.view, ...)     an enabled schedule, from arrays and their Views
+    Schedule.__new__(Schedule)                             a disabled one: enabled False, arrays None, numbers 0
+"""
+
+from sparse_aot._dlpack cimport View
+
+
+cdef class Schedule:
+    cdef readonly bint enabled
+    cdef readonly object scheduler_metadata
+    cdef readonly object work_count
+    cdef readonly object qsplit_indices
+    cdef readonly object split_counts
+    cdef readonly object split_entries
+    cdef readonly int target_q_per_cta
+    cdef readonly int work_capacity
+    # The arrays as launches pass them on: valid as long as the arrays above live.
+    cdef View metadata_view
+    cdef View work_count_view
+    cdef View qsplit_view
+    cdef View split_counts_view
+    cdef View split_entries_view
+
+
+cdef Schedule make_schedule(
+    object scheduler_metadata, const View* metadata_view, object work_count, const View* work_count_view,
+    object qsplit_indices, const View* qsplit_view, object split_counts, const View* split_counts_view,
+    object split_entries, const View* split_entries_view, int target_q_per_cta, int work_capacity,
+)

@@ -1,0 +1,120 @@
+"""The command line: ``sparse-aot info | verify | demo | bench``."""
+
+import argparse
+import json
+import struct
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from sparse_aot import _bundle, _driver
+from sparse_aot._cubin import read_layout
+
+
+def main(argv=None):
+    """Run one command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="sparse-aot", description="Block-sparse attention, compiled ahead of time.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser("info", help="versions, architectures, configurations, devices")
+    info.add_argument("--json", action="store_true", help="machine-readable")
+    commands.add_parser("verify", help="check hash and layout of every cubin")
+    commands.add_parser("demo", help="the main job, end to end, on whatever this machine has")
+    commands.add_parser("bench", help="the benchmark; `sparse-aot bench --help` lists its options", add_help=False)
+    options, rest = parser.parse_known_args(argv)
+    if options.command == "bench":
+        from sparse_aot import bench
+
+        return bench.main(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        if options.command == "info":
+            return print_info(options.json)
+        if options.command == "verify":
+            return print_verified()
+        from sparse_aot.demo import run_demo
+
+        return run_demo()
+    except (_bundle.BundleError, _driver.CudaError) as error:
+        print(f"sparse-aot: {error}", file=sys.stderr)
+        return 1
+
+
+def print_info(as_json):
+    bundle = _bundle.get_bundle()
+    info = {
+        "version": _installed("sparse_aot"),
+        "bundle": {
+            "folder": str(bundle.folder),
+            "package_version": bundle.manifest["package_version"],
+            "dsl_version": bundle.manifest["dsl_version"],
+            "architectures": bundle.architectures,
+            "configurations": [f"{entry['arch']}/{entry['name']}" for entry in bundle.configurations],
+        },
+        "cuda_bindings_version": _installed("cuda-bindings"),
+        "devices": [
+            {
+                "ordinal": device.ordinal,
+                "name": device.name,
+                "compute_capability": "{}.{}".format(*device.capability),
+                "multiprocessors": device.multiprocessors,
+                "architecture": bundle.architecture(device),
+            }
+            for device in _driver.describe_devices()
+        ],
+    }
+    if as_json:
+        print(json.dumps(info, indent=2))
+        return 0
+    print(f"sparse_aot {info['version']}, cuda-bindings {info['cuda_bindings_version']}")
+    print(f"bundle: {bundle.folder}, built with DSL {info['bundle']['dsl_version']}")
+    for arch in bundle.architectures:
+        names = [entry["name"] for entry in bundle.configurations if entry["arch"] == arch]
+        print(f"  {arch}: {len(names)} configurations")
+        for name in names:
+            print(f"    {name}")
+    for device in info["devices"]:
+        kernels = device["architecture"] or "no kernels for it"
+        print(
+            f"cuda:{device['ordinal']}: {device['name']}, compute capability {device['compute_capability']}: {kernels}"
+        )
+    if not info["devices"]:
+        print("no CUDA device")
+    return 0
+
+
+def _installed(distribution):
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def print_verified():
+    bundle = _bundle.get_bundle()
+    damage = list(find_damage(bundle))
+    for problem in damage:
+        print(problem, file=sys.stderr)
+    print(f"{bundle.folder}: {len(bundle.configurations)} cubins, {len(damage)} damaged")
+    return 1 if damage else 0
+
+
+def find_damage(bundle):
+    """One message for each cubin whose hash, size or parameter layout is not what it has to be; it names the file."""
+    for entry in bundle.configurations:
+        try:
+            bundle.check_layout(entry)
+            layout = read_layout(bundle.read(entry), entry["symbol"])
+        except _bundle.BundleError as error:
+            yield str(error)
+            continue
+        except (ValueError, struct.error) as error:
+            yield f"{bundle.folder / entry['file']}: {error}"
+            continue
+        listed = [(param["offset"], param["size"]) for param in entry["params"]]
+        if layout != listed:
+            yield f"{bundle.folder / entry['file']}: parameters at (offset, size) {layout}, the manifest has {listed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The command line: info, verify, demo, bench."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from stub_driver import REAL_BUNDLE, library_folder, read_manifest, write_bundle, write_manifest
+
+from sparse_aot import cli
+
+pytestmark = pytest.mark.skipif(not (REAL_BUNDLE / "manifest.json").exists(), reason="no bundle built")
+
+
+def run(*argv, **environment):
+    """(exit status, standard output, standard error) of a process without a GPU."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
+    done = subprocess.run(
+        [sys.executable, "-m", "sparse_aot.cli", *argv], capture_output=True, text=True, env=environment
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    """A copy of three of the checkout's cubins."""
+    entries = [entry for entry in read_manifest(REAL_BUNDLE) if entry["operation"] == "combine"][:3]
+    for entry in entries:
+        (tmp_path / entry["file"]).parent.mkdir(exist_ok=True)
+        shutil.copy(REAL_BUNDLE / entry["file"], tmp_path / entry["file"])
+    write_manifest(tmp_path, entries)
+    return tmp_path
+
+
+def test_info_lists_versions_configurations_and_devices():
+    status, out, _ = run("info", "--json")
+    info = json.loads(out)
+    assert status == 0 and info["devices"] == []
+    assert info["bundle"]["architectures"] == ["sm_100f", "sm_90a"]
+    assert "sm_90a/fwd-bf16-g16-pbf16" in info["bundle"]["configurations"]
+    status, out, _ = run("info")
+    assert status == 0 and "fwd-bf16-g16-pbf16" in out and "no CUDA device" in out
+
+
+def test_info_names_the_devices_and_the_architecture_that_they_take(bundle):
+    stub = {"LD_LIBRARY_PATH": str(library_folder()), "SPARSE_AOT_CUBINS": str(bundle)}
+    for capability, arch in (("9.0", "sm_90a"), ("8.0", None)):
+        status, out, _ = run("info", "--json", STUB_CAPABILITY=capability, **stub)
+        device = json.loads(out)["devices"][1]
+        assert (status, device["name"], device["compute_capability"]) == (0, "Stub GPU", capability)
+        assert device["architecture"] == arch
+
+
+def test_verify_passes_on_what_was_built():
+    status, out, _ = run("verify")
+    assert status == 0 and "0 damaged" in out
+
+
+@pytest.mark.parametrize("damage", ["byte", "missing", "offset", "symbol"])
+def test_verify_names_a_damaged_file(bundle, damage):
+    entries = read_manifest(bundle)
+    damaged = bundle / entries[1]["file"]
+    if damage == "byte":
+        data = bytearray(damaged.read_bytes())
+        data[len(data) // 2] ^= 1
+        damaged.write_bytes(data)
+    elif damage == "missing":
+        damaged.unlink()
+    elif damage == "offset":
+        entries[1]["params"][2]["offset"] += 8
+    else:
+        entries[1]["symbol"] = "other"
+    write_manifest(bundle, entries)
+    status, out, err = run("verify", SPARSE_AOT_CUBINS=str(bundle))
+    assert status == 1 and "3 cubins, 1 damaged" in out
+    assert err.startswith(str(damaged))
+
+
+def test_no_bundle_is_an_error_that_says_how_to_make_one(tmp_path):
+    for command in ("info", "verify", "demo"):
+        status, _, err = run(command, SPARSE_AOT_CUBINS=str(tmp_path))
+        assert status == 1 and str(tmp_path / "manifest.json") in err and "aot build" in err
+
+
+def test_demo_verifies_the_bundle_and_runs_csr_and_schedule_on_the_host():
+    status, out, err = run("demo")
+    assert status == 0, err
+    assert "hashes and layouts right" in out and "equal to brute force" in out and "no CUDA device" in out
+
+
+def test_demo_fails_on_a_damaged_bundle(tmp_path):
+    status, _, err = run("demo", SPARSE_AOT_CUBINS=str(write_bundle(tmp_path)))
+    assert status == 1 and ".cubin" in err
+
+
+def test_bench_gets_the_rest_of_the_command_line(monkeypatch):
+    from sparse_aot import bench
+
+    monkeypatch.setattr(bench, "main", lambda argv: argv)
+    assert cli.main(["bench", "--paged", "--help", "--json", "x"]) == ["--paged", "--help", "--json", "x"]
+
+
+def test_unknown_options_are_refused():
+    for argv in (["verify", "--fast"], ["other"], []):
+        status, _, err = run(*argv)
+        assert status == 2 and "sparse-aot" in err

@@ -1,0 +1,297 @@
+"""CSR and schedule of host arrays against plain loops over Python sets; bad arguments. Exactly equal, always."""
+
+import numpy as np
+import pytest
+from sparse_aot._csr import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
+
+BLOCK = 128
+NO_BLOCKS = (-1, -2, -(2**31), 2**31 - 1)
+
+
+def offsets(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def count_rows(cu_seqlens_k):
+    return int((-(-np.diff(cu_seqlens_k) // BLOCK)).sum())
+
+
+def build(q2k, cu_q, cu_k, **options):
+    return build_k2q_csr(q2k, cu_q, cu_k, total_k=int(cu_k[-1]), **options)
+
+
+def build_all(q2k, cu_q, cu_k, **options):
+    """The results by name, with a schedule."""
+    row_ptr, q_indices, schedule = build(q2k, cu_q, cu_k, return_schedule=True, **options)
+    return {"k2q_row_ptr": row_ptr, "k2q_q_indices": q_indices} | arrays_of(schedule)
+
+
+def arrays_of(schedule):
+    assert schedule.enabled
+    assert schedule.scheduler_metadata.shape == (schedule.work_capacity, 6)
+    names = ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries")
+    return {name: getattr(schedule, name) for name in names} | {"target_q_per_cta": schedule.target_q_per_cta}
+
+
+def prepare(csr, q2k, cu_q, cu_k, g, **changes):
+    """(schedule of a CSR, the two arrays that it fills)"""
+    head_kv, total_q, topk = q2k.shape
+    filled = {
+        "k2q_qsplit_indices": np.full((head_kv, total_q * topk), 77, np.int32),
+        "split_counts": np.full((total_q, head_kv), 77, np.int32),
+    }
+    arguments = {name: csr[name] for name in ("k2q_row_ptr", "k2q_q_indices")} | filled
+    arguments |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "total_q": total_q, "max_seqlen_q": None, "topk": topk}
+    arguments |= {"head_kv": head_kv, "qhead_per_kv": g, "blk_kv": BLOCK, "device": "cpu", "enabled": True}
+    return prepare_sparse_fwd_schedule_and_split(**arguments | changes), filled
+
+
+def brute_force(q2k, cu_q, cu_k, total_rows, target, bucket_tokens):
+    """The contract, one token at a time."""
+    head_kv, total_q, topk = q2k.shape
+    blocks_of = [-(-int(n) // BLOCK) for n in np.diff(cu_k)]
+    rows = sorted((block, sequence) for sequence, count in enumerate(blocks_of) for block in range(count))
+    number = {row: i for i, row in enumerate(rows)}
+    row_ptr = np.zeros((head_kv, total_rows + 1), np.int32)
+    q_indices = np.full((head_kv, total_q * topk), -1, np.int32)
+    qsplit_indices = q_indices.copy()
+    split_counts = np.zeros((total_q, head_kv), np.int32)
+    split_entries = np.full((head_kv, total_q, topk), -1, np.int32)
+    items = []
+    for head in range(head_kv):
+        entries = []  # (row, token, slot)
+        for sequence, blocks in enumerate(blocks_of):
+            for token in range(cu_q[sequence], cu_q[sequence + 1]):
+                kept = sorted(set(q2k[head, token].tolist()) & set(range(blocks)))
+                split_counts[token, head] = len(kept)
+                entries += [(number[block, sequence], token, slot) for slot, block in enumerate(kept)]
+        entries.sort()
+        for i, (row, token, slot) in enumerate(entries):
+            q_indices[head, i] = token
+            qsplit_indices[head, i] = token | slot << 24
+            split_entries[head, token, slot] = i
+            row_ptr[head, row + 1 :] += 1
+            first = i - int(row_ptr[head, row])
+            if first % target == 0:
+                items.append([head, token // bucket_tokens, row, first, 0, rows[row][1], rows[row][0]])
+        for item in items:
+            if item[0] == head:
+                item[4] = min(target, int(row_ptr[head, item[2] + 1] - row_ptr[head, item[2]]) - item[3])
+    items.sort()
+    return {
+        "k2q_row_ptr": row_ptr,
+        "k2q_q_indices": q_indices,
+        "qsplit_indices": qsplit_indices,
+        "split_counts": split_counts,
+        "split_entries": split_entries,
+        "items": np.array([item[:1] + item[2:] for item in items], np.int32).reshape(-1, 6),
+    }
+
+
+def assert_equal(got, want):
+    items = want["items"]
+    assert got["work_count"].tolist() == [len(items)]
+    assert len(items) <= len(got["scheduler_metadata"]), "work_capacity is an upper bound"
+    np.testing.assert_array_equal(got["scheduler_metadata"][: len(items)], items)
+    assert not got["scheduler_metadata"][len(items) :].any(), "unused rows are 0"
+    for name in ("k2q_row_ptr", "k2q_q_indices", "qsplit_indices", "split_counts", "split_entries"):
+        assert got[name].dtype == np.int32
+        np.testing.assert_array_equal(got[name], want[name], name)
+
+
+def random_case(seed):
+    """(q2k, cu_seqlens_q, cu_seqlens_k, total_rows, G): ragged, empty sequences, padding tokens, padding rows."""
+    rng = np.random.default_rng(seed)
+    batch = int(rng.choice([1, 2, 3, 17, 200]))
+    lens_q = rng.integers(0, max(2, 400 // batch), batch) * (rng.random(batch) > 0.3)
+    lens_k = rng.integers(0, 4000 // batch + 300, batch) * (rng.random(batch) > 0.3)
+    head_kv, topk = int(rng.integers(1, 4)), int(rng.choice([4, 8, 16, 32]))
+    blocks = np.repeat(-(-lens_k // BLOCK), lens_q)
+    blocks = np.concatenate([blocks, np.full(rng.choice([0, 3]), 5)])  # tokens of no sequence
+    q2k = (rng.random((head_kv, len(blocks), topk)) * (blocks[:, None] + 1)).astype(np.int32)
+    kind = rng.random(q2k.shape)
+    q2k[kind < 0.2] = rng.choice(NO_BLOCKS, (kind < 0.2).sum())
+    q2k[kind > 0.8] = 0  # duplicates, and a hot block
+    q2k[rng.random(q2k.shape[:2]) < 0.1] = -1
+    cu_q, cu_k = offsets(lens_q), offsets(lens_k)
+    return q2k, cu_q, cu_k, count_rows(cu_k) + int(rng.choice([0, 0, 5])), int(rng.choice([1, 2, 4, 8, 16]))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_cases_equal_brute_force(seed):
+    q2k, cu_q, cu_k, total_rows, g = random_case(seed)
+    got = build_all(q2k, cu_q, cu_k, total_rows=total_rows, qhead_per_kv=g)
+    assert_equal(got, brute_force(q2k, cu_q, cu_k, total_rows, got["target_q_per_cta"], 128))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_schedule_of_a_csr_equals_the_one_made_with_it(seed):
+    q2k, cu_q, cu_k, total_rows, g = random_case(seed)
+    want = build_all(q2k, cu_q, cu_k, total_rows=total_rows, qhead_per_kv=g)
+    schedule, filled = prepare(want, q2k, cu_q, cu_k, g)
+    assert schedule.qsplit_indices is filled["k2q_qsplit_indices"]
+    assert schedule.split_counts is filled["split_counts"]
+    got = arrays_of(schedule)
+    for name, array in got.items():
+        np.testing.assert_array_equal(array, want[name], name)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 31, 32, 33, 4096])
+def test_rows_number_blocks_outermost_for_any_batch(batch):
+    rng = np.random.default_rng(batch)
+    lens_k = rng.integers(0, 700, batch)
+    lens_q = np.ones(batch, np.int64)
+    q2k = np.tile(np.arange(8, dtype=np.int32), (1, batch, 1))
+    cu_q, cu_k = offsets(lens_q), offsets(lens_k)
+    row_ptr, q_indices = build(q2k, cu_q, cu_k)
+    rows = sorted((block, sequence) for sequence in range(batch) for block in range(-(-lens_k[sequence] // BLOCK)))
+    np.testing.assert_array_equal(row_ptr[0], np.arange(len(rows) + 1))
+    np.testing.assert_array_equal(q_indices[0, : len(rows)], [sequence for _, sequence in rows])
+    assert (q_indices[0, len(rows) :] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "total_q, g, target", [(64, 16, 32), (64, 1, 512), (1 << 17, 16, 128), (1 << 18, 1, 1024), (1 << 19, 4, 512)]
+)
+def test_items_have_512_to_2048_query_rows(total_q, g, target):
+    q2k = np.zeros((1, total_q, 16), np.int32)
+    _, _, schedule = build(q2k, offsets([total_q]), offsets([BLOCK]), qhead_per_kv=g, return_schedule=True)
+    assert schedule.target_q_per_cta == target
+    assert schedule.scheduler_metadata[: schedule.work_count[0], 3].max() <= target
+    assert schedule.scheduler_metadata[:, 3].sum() == total_q
+
+
+def test_items_are_ordered_by_the_bucket_of_their_first_token():
+    total_q, rows = 1 << 19, 300  # more tokens than 256 buckets of 128: buckets of 2048
+    rng = np.random.default_rng(0)
+    q2k = rng.integers(0, rows, (2, total_q, 4), np.int32)
+    got = build_all(q2k, offsets([total_q]), offsets([rows * BLOCK]), qhead_per_kv=16)
+    items = got["scheduler_metadata"][: got["work_count"][0]]
+    head, row, first = items[:, 0], items[:, 1], items[:, 2]
+    bucket = got["k2q_q_indices"][head, got["k2q_row_ptr"][head, row] + first] // 2048
+    np.testing.assert_array_equal(np.lexsort((first, row, bucket, head)), np.arange(len(items)))
+
+
+@pytest.mark.parametrize("lens_q, lens_k", [([0], [0]), ([0, 0], [5, 300]), ([4, 4], [0, 0]), ([4, 0, 4], [0, 9, 200])])
+def test_empty_sequences(lens_q, lens_k):
+    cu_q, cu_k = offsets(lens_q), offsets(lens_k)
+    q2k = np.zeros((2, int(cu_q[-1]), 4), np.int32)
+    got = build_all(q2k, cu_q, cu_k)
+    assert_equal(got, brute_force(q2k, cu_q, cu_k, count_rows(cu_k), got["target_q_per_cta"], 128))
+
+
+def test_strides_of_q2k_are_honoured():
+    q2k, cu_q, cu_k, _, _ = random_case(3)
+    token_major = np.ascontiguousarray(q2k.transpose(1, 0, 2)).transpose(1, 0, 2)
+    wide = np.full((*q2k.shape[:2], q2k.shape[2] + 3), 1, np.int32)
+    wide[..., : q2k.shape[2]] = q2k
+    want = build(q2k, cu_q, cu_k)
+    for view in (token_major, wide[..., : q2k.shape[2]]):
+        for got, expected in zip(build(view, cu_q, cu_k), want, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("hint", [None, 0, 1, 2**31 - 1])
+def test_stale_length_hints_are_harmless(hint):
+    q2k, cu_q, cu_k, _, _ = random_case(5)
+    want = build(q2k, cu_q, cu_k)
+    for got, expected in zip(build(q2k, cu_q, cu_k, max_seqlen_k=hint, max_seqlen_q=hint), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_results_are_of_the_type_that_went_in():
+    torch = pytest.importorskip("torch")
+    q2k, cu_q, cu_k, _, _ = random_case(7)
+    want = build_all(q2k, cu_q, cu_k)
+    got = build_all(*(torch.from_numpy(x) for x in (q2k, cu_q)), torch.from_numpy(cu_k))
+    for name, array in want.items():
+        if name != "target_q_per_cta":
+            assert isinstance(got[name], torch.Tensor) and got[name].dtype == torch.int32
+            np.testing.assert_array_equal(got[name].numpy(), array, name)
+
+
+def test_a_disabled_schedule_leaves_the_buffers_alone():
+    q2k, cu_q, cu_k, _, g = random_case(8)
+    schedule, filled = prepare(build_all(q2k, cu_q, cu_k), q2k, cu_q, cu_k, g, enabled=False)
+    assert not schedule.enabled and schedule.scheduler_metadata is None and schedule.split_entries is None
+    assert all((array == 77).all() for array in filled.values())
+
+
+GOOD = {
+    "q2k_indices": np.zeros((2, 10, 4), np.int32),
+    "cu_seqlens_q": np.array([0, 4, 10], np.int32),
+    "cu_seqlens_k": np.array([0, 100, 300], np.int32),
+    "total_k": 300,
+}
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"q2k_indices": np.zeros((2, 10), np.int32)}, ValueError, "q2k_indices: expected 3 dimensions, got 2"),
+        ({"q2k_indices": np.zeros((2, 10, 4), np.int64)}, TypeError, "q2k_indices: expected dtype int32, got int64"),
+        ({"q2k_indices": np.zeros((2, 10, 8), np.int32)[..., ::2]}, ValueError, "q2k_indices: .*contiguous last dim"),
+        ({"q2k_indices": np.zeros((2, 10, 5), np.int32)}, NotImplementedError, "topk: got 5; supported: 4, 8, 16, 32"),
+        ({"q2k_indices": np.zeros((0, 10, 4), np.int32)}, ValueError, "head_kv .*from 1 .*got 0"),
+        ({"q2k_indices": [1]}, TypeError, "q2k_indices: expected an array that speaks DLPack"),
+        ({"q2k_indices": np.lib.stride_tricks.as_strided(np.zeros(4, np.int32), (1, 1 << 24, 4), (0, 0, 4))},
+         ValueError, "total_q: expected an integer from 0 to 16777215, got 16777216"),
+        ({"cu_seqlens_q": np.array([0], np.int32)}, ValueError, "cu_seqlens_q"),
+        ({"cu_seqlens_q": np.array([0, 4, 10], np.int64)}, TypeError, "cu_seqlens_q: expected dtype int32"),
+        ({"cu_seqlens_q": np.array([0, 9, 4, 9, 10, 9], np.int32)[::2]}, ValueError, "cu_seqlens_q: .*contiguous"),
+        ({"cu_seqlens_q": np.array([1, 4, 10], np.int32)}, ValueError, "cu_seqlens_q: expected 0 as the first"),
+        ({"cu_seqlens_q": np.array([0, 4, 2], np.int32)}, ValueError, "cu_seqlens_q: expected non-decreasing"),
+        ({"cu_seqlens_q": np.array([0, 4, 11], np.int32)}, ValueError, "cu_seqlens_q: expected at most 10 .total_q"),
+        ({"cu_seqlens_k": np.array([0, 100], np.int32)}, ValueError, "cu_seqlens_k: expected 3 in dimension 0"),
+        ({"cu_seqlens_k": np.array([0, -1, 300], np.int32)}, ValueError, "cu_seqlens_k: expected non-decreasing"),
+        ({"cu_seqlens_k": np.array([0, 100, 301], np.int32)}, ValueError, "cu_seqlens_k: .*at most 300 .total_k"),
+        ({"total_k": -1}, ValueError, "total_k: expected an integer from 0"),
+        ({"total_k": 1.5}, TypeError, "total_k: expected an integer, got float"),
+        ({"total_rows": 2}, ValueError, "total_rows: expected at least 3, the blocks in cu_seqlens_k, got 2"),
+        ({"total_rows": -1}, ValueError, "total_rows: expected an integer from 0"),
+        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected an integer from 0"),
+        ({"blk_kv": 64}, NotImplementedError, "blk_kv: got 64; supported: 128"),
+        ({"qhead_per_kv": 3}, NotImplementedError, "qhead_per_kv: got 3; supported: 1, 2, 4, 8, 16"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_build_are_named(changes, error, message):
+    build_k2q_csr(**GOOD)
+    with pytest.raises(error, match=message):
+        build_k2q_csr(**GOOD | changes)
+
+
+READ_ONLY = np.zeros((10, 2), np.int32)
+READ_ONLY.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"k2q_row_ptr": np.zeros(4, np.int32)}, ValueError, "k2q_row_ptr: expected 2 dimensions, got 1"),
+        ({"k2q_row_ptr": np.zeros((2, 0), np.int32)}, ValueError, "k2q_row_ptr: .*number of rows"),
+        ({"k2q_row_ptr": np.zeros((3, 4), np.int32)}, ValueError, "k2q_row_ptr: expected 2 in dimension 0"),
+        ({"k2q_row_ptr": np.zeros((2, 3), np.int32)}, ValueError, "total_rows: expected at least 3"),
+        ({"k2q_row_ptr": np.full((2, 4), 1, np.int32)}, ValueError, "k2q_row_ptr: expected each head to run from 0"),
+        ({"k2q_row_ptr": np.array([[0, 0, 0, 41]] * 2, np.int32)}, ValueError, "k2q_row_ptr: .*at most 40"),
+        ({"k2q_row_ptr": np.array([[0, 5, 3, 9]] * 2, np.int32)}, ValueError, "k2q_row_ptr: expected non-decreasing"),
+        ({"k2q_q_indices": np.full((2, 40), 10, np.int32)}, ValueError, "k2q_q_indices: expected ascending tokens"),
+        ({"k2q_q_indices": np.zeros((2, 40), np.int32)}, ValueError, "k2q_q_indices: expected ascending tokens below"),
+        ({"k2q_q_indices": np.zeros((2, 39), np.int32)}, ValueError, "k2q_q_indices: expected 40 in dimension 1"),
+        ({"k2q_qsplit_indices": np.zeros((2, 41), np.int32)}, ValueError, "k2q_qsplit_indices: expected 40 in dim"),
+        ({"split_counts": np.zeros((10, 3), np.int32)}, ValueError, "split_counts: expected 2 in dimension 1"),
+        ({"split_counts": READ_ONLY}, ValueError, "split_counts: expected a writable array"),
+        ({"total_q": 9}, ValueError, r"k2q_q_indices: expected 36 in dimension 1 \(total_q \* topk\)"),
+        ({"topk": 6}, NotImplementedError, "topk: got 6"),
+        ({"head_kv": 1}, ValueError, "k2q_row_ptr: expected 1 in dimension 0"),
+        ({"blk_kv": 64}, NotImplementedError, "blk_kv: got 64"),
+        ({"qhead_per_kv": 32}, NotImplementedError, "qhead_per_kv: got 32"),
+        ({"max_seqlen_q": "x"}, TypeError, "max_seqlen_q: expected an integer, got str"),
+        ({"device": "cuda:0"}, ValueError, "device: expected that of the arrays, the host, got 'cuda:0'"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_prepare_are_named(changes, error, message):
+    arrays = {name: GOOD[name] for name in ("q2k_indices", "cu_seqlens_q", "cu_seqlens_k")}
+    csr = build_all(*arrays.values())
+    prepare(csr, *arrays.values(), 1)
+    with pytest.raises(error, match=message):
+        prepare(csr, *arrays.values(), 1, **changes)
