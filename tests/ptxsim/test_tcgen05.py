@@ -1,0 +1,231 @@
+"""tcgen05: tensor memory's fragments and matrix products against NumPy, and the checks of tensor memory."""
+
+import numpy as np
+import ptxsim
+import pytest
+from operands import TYPES, random_matrix, raw_bytes, shared_image
+from ptx import kernel
+
+LANE = np.arange(32)
+SHARED = ".shared .align 8 .b8 bar[8]; .shared .align 4 .b32 held;"
+ALLOC = """mov.b32 %r0, 512; setp.ge.u32 %p9, %t, 32;
+           @!%p9 tcgen05.alloc.cta_group::{0}.sync.aligned.shared::cta.b32 [held], %r0;"""
+FREE = "bar.sync 0; @!%p9 tcgen05.dealloc.cta_group::{0}.sync.aligned.b32 %r1, %r0;"
+WAIT = "WAIT: mbarrier.try_wait.parity.shared.b64 %p4, [bar], 0; @!%p4 bra WAIT;"
+COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [bar];"
+QUARTER = "shr.u32 %r2, %t, 5; shl.b32 %r2, %r2, 21; add.s32 %r3, %r1, %r2;"  # %r3: the warp's lanes
+
+SHAPES = {  # lane and column of thread t's register r, from the figures of the PTX ISA; registers of .x1
+    "32x32b": (lambda t, r: (t, r + 0 * t), 1),
+    "16x64b": (lambda t, r: (t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * r), 1),
+    "16x128b": (lambda t, r: (t // 4 + 8 * (r % 2), t % 4 + 4 * (r // 2)), 2),
+    "16x256b": (lambda t, r: (t // 4 + 8 * (r // 2 % 2), 2 * (t % 4) + r % 2 + 8 * (r // 4)), 4),
+    "16x32bx2": (lambda t, r: (t % 16, r + 0 * t), 1),  # lanes 16 and up: HALF columns further on
+}
+HALF = 64
+
+
+def vector(first, count):
+    return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loads_and_stores_follow_their_fragments(shape, count, packed):
+    """Stores through one shape and loads back through 32x32b; then the other way round."""
+    place, per = SHAPES[shape]
+    n = count * per
+    registers = np.arange(n)[:, None]
+    lane, column = np.broadcast_arrays(*place(LANE[None, :], registers))
+    column = column * (2 if packed else 1)
+    half = ""
+    if shape == "16x32bx2":
+        half = f", {HALF}"
+        column = column + LANE // 16 * HALF
+    if column.max() + packed >= 128:
+        pytest.skip("more columns than the test stores")
+    given = np.random.default_rng(0).integers(0, 1 << 32, (4, n, 32)).astype(np.uint32)
+    plain = np.zeros((4, 128, 32), np.uint32)
+    back = np.zeros_like(given)
+    pack, unpack = (".pack::16b", ".unpack::16b") if packed else ("", "")
+    modifier = f"{shape}.x{count}"
+    body = f"""{ALLOC.format(1)} bar.sync 0; ld.shared.b32 %r1, [held]; {QUARTER}
+      shr.u32 %r4, %t, 5; mad.lo.s32 %r5, %r4, {n}, 0; mad.lo.s32 %r5, %r5, 32, %l; mad.wide.u32 %d0, %r5, 4, %q0;
+      mad.wide.u32 %d2, %r5, 4, %q2;
+      mad.lo.s32 %r6, %r4, 128, 0; mad.lo.s32 %r6, %r6, 32, %l; mad.wide.u32 %d1, %r6, 4, %q1;
+      {" ".join(f"mov.b32 %r{100 + i}, 0;" for i in range(128))}
+      tcgen05.st.sync.aligned.32x32b.x128.b32 [%r3], {vector(100, 128)}; tcgen05.wait::st.sync.aligned;
+      {" ".join(f"ld.global.b32 %r{20 + i}, [%d0+{128 * i}];" for i in range(n))}
+      tcgen05.st.sync.aligned.{modifier}{unpack}.b32 [%r3]{half}, {vector(20, n)}; tcgen05.wait::st.sync.aligned;
+      tcgen05.ld.sync.aligned.32x32b.x128.b32 {vector(100, 128)}, [%r3];
+      tcgen05.ld.sync.aligned.{modifier}{pack}.b32 {vector(20, n)}, [%r3]{half}; tcgen05.wait::ld.sync.aligned;
+      {" ".join(f"st.global.b32 [%d1+{128 * i}], %r{100 + i};" for i in range(128))}
+      {" ".join(f"st.global.b32 [%d2+{128 * i}], %r{20 + i};" for i in range(n))}
+      {FREE.format(1)}"""
+    arrays = [given, plain, back]
+    for seed in range(2):
+        kernel(body, 3, SHARED).launch(grid=1, block=128, params=arrays, memory=arrays, seed=seed)
+        want = np.zeros((4, 128, 32), np.uint32)  # [warp, column, lane]
+        if packed:
+            want[:, column, lane] = given & 0xFFFF
+            want[:, column + 1, lane] = given >> 16
+        else:
+            want[:, column, lane] = given
+        np.testing.assert_array_equal(plain, want)
+        np.testing.assert_array_equal(back, given)
+
+
+CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1}
+KINDS = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "e4m3": "f8f6f4", "e5m2": "f8f6f4"}
+
+
+def descriptor(lead, stride, swizzle):
+    return lead >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | {0: 0, 1: 6, 2: 4, 3: 2}[swizzle] << 61
+
+
+def product(
+    m=128, n=64, name="bf16", swizzle=3, ctas=1, a_mn=False, b_mn=False, a_tensor=False, half=False, accumulate=True,
+    disabled=0, scale=0, edit=lambda body: body, negate=False, **options,
+):  # fmt: skip
+    """One tcgen05.mma on random operands: (D as tensor memory holds it [ctas, 128 lanes, n], D wanted there)."""
+    k = 32 // TYPES[name].itemsize
+    a, _ = random_matrix(m, k, name, 1)
+    b, _ = random_matrix(n, k, name, 2)
+    c = np.random.default_rng(3).normal(size=(ctas, 128, n)).astype(np.float32)
+    if half:
+        c = c.astype(np.float16).astype(np.float32)
+    rows, columns = m // ctas, n // ctas
+    images = []
+    for rank in range(ctas):
+        part_a, part_b = a[rank * rows : (rank + 1) * rows], b[rank * columns : (rank + 1) * columns]
+        a_image, *a_offsets = shared_image(part_a, name, swizzle, a_mn)
+        b_image, *b_offsets = shared_image(part_b, name, swizzle, b_mn)
+        images.append(np.concatenate([a_image, b_image]))
+    image = np.stack(images)
+    lanes = np.arange(rows) if rows == 128 or ctas == 2 else np.arange(rows) // 16 * 32 + np.arange(rows) % 16
+    a_lanes = np.zeros((ctas, 128, 8), np.uint32)
+    for rank in range(ctas):
+        a_lanes[rank, lanes] = raw_bytes(a[rank * rows : (rank + 1) * rows], name).view(np.uint32)
+    held = c.astype(np.float16).view(np.uint16).astype(np.uint32) if half else c.view(np.uint32)
+    d = np.ascontiguousarray(held.copy())
+    arrays = [image, d, a_lanes]
+    idesc = (0 if half else 1) << 4 | CODES[name] << 7 | CODES[name] << 10 | negate << 13 | a_mn << 15 | b_mn << 16
+    idesc |= n // 8 << 17 | m // 16 << 24
+    mask = ", ".join(["%r250"] * (4 * ctas))
+    size = image.shape[1]
+    sync = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" if ctas == 2 else "bar.sync 0;"
+    multicast = (".multicast::cluster", ", %h0") if ctas == 2 else ("", "")
+    body = f"""
+      {ALLOC.format(ctas)} setp.ne.u32 %p0, %t, 0; @!%p0 mbarrier.init.shared.b64 [bar], 1;
+      fence.mbarrier_init.release.cluster;
+      mov.u32 %r10, %cluster_ctarank; mov.u32 %r11, tile; mad.lo.s32 %r12, %t, 4, %r11;
+      mad.lo.s32 %r13, %r10, {size}, 0;
+      cvt.u64.u32 %d0, %r13; add.s64 %d0, %d0, %q0; mad.wide.u32 %d0, %t, 4, %d0; mov.b32 %r14, 0;
+      COPY: ld.global.b32 %r15, [%d0]; st.shared.b32 [%r12], %r15; add.s64 %d0, %d0, 512; add.s32 %r12, %r12, 512;
+      add.s32 %r14, %r14, 1; setp.lt.u32 %p1, %r14, {size // 512}; @%p1 bra COPY; fence.proxy.async;
+      bar.sync 0; ld.shared.b32 %r1, [held]; {QUARTER}
+      mad.lo.s32 %r16, %r10, 128, %t; mad.lo.s32 %r17, %r16, {4 * n}, 0; cvt.u64.u32 %d1, %r17; add.s64 %d1, %d1, %q1;
+      mad.lo.s32 %r18, %r16, 32, 0; cvt.u64.u32 %d2, %r18; add.s64 %d2, %d2, %q2;
+      {" ".join(f"ld.global.b32 %r{30 + i}, [%d1+{4 * i}];" for i in range(n))}
+      tcgen05.st.sync.aligned.32x32b.x{n}.b32 [%r3], {vector(30, n)};
+      {" ".join(f"ld.global.b32 %r{20 + i}, [%d2+{4 * i}];" for i in range(8))}
+      tcgen05.st.sync.aligned.32x32b.x8.b32 [%r3+256], {vector(20, 8)};
+      tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; {sync} tcgen05.fence::after_thread_sync;
+      setp.ne.or.u32 %p2, %r10, 0, %p0; @%p2 bra WAIT;
+      and.b32 %r19, %r11, 0xffffff; shr.u32 %r19, %r19, 4; cvt.u64.u32 %d3, %r19;
+      or.b64 %d4, %d3, {descriptor(*a_offsets, swizzle)};
+      add.s64 %d3, %d3, {len(a_image) // 16}; or.b64 %d5, %d3, {descriptor(*b_offsets, swizzle)};
+      mov.b32 %r250, {disabled}; setp.eq.u32 %p3, %r10, {0 if accumulate else 7}; mov.b16 %h0, 3;
+      mov.b32 %r251, {idesc};
+      add.s32 %r252, %r1, 256;
+      tcgen05.mma.cta_group::{ctas}.kind::{KINDS[name]} [%r1],
+        {"[%r252]" if a_tensor else "%d4"}, %d5, %r251, {{{mask}}}, %p3{f", {scale}" if scale else ""};
+      tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster{multicast[0]}.b64 [bar]{multicast[1]};
+      {WAIT} tcgen05.fence::after_thread_sync;
+      tcgen05.ld.sync.aligned.32x32b.x{n}.b32 {vector(30, n)}, [%r3]; tcgen05.wait::ld.sync.aligned;
+      {" ".join(f"st.global.b32 [%d1+{4 * i}], %r{30 + i};" for i in range(n))}
+      {FREE.format(ctas)} {sync}"""
+    shared = f".shared .align 1024 .b8 tile[{size}]; {SHARED}"
+    module = kernel(edit(body), 3, shared)
+    module.launch(grid=ctas, block=128, cluster=ctas, params=arrays, memory=arrays, **options)
+    got = d.astype(np.uint16).view(np.float16).astype(np.float32) if half else d.view(np.float32)
+    want = c.copy()
+    value = (-a if negate else a) @ b.T
+    for rank in range(ctas):
+        for row in range(rows):
+            result = value[rank * rows + row]
+            places = [(lanes[row], slice(0, n), result)]
+            if ctas == 2 and rows == 64:
+                places = [(row + 64 * h, slice(0, n // 2), result[h * n // 2 : (h + 1) * n // 2]) for h in range(2)]
+            for lane, at, values in places:
+                if not disabled >> lane % 32 & 1:
+                    want[rank, lane, at] = values + (want[rank, lane, at] * 2.0**-scale if accumulate else 0)
+    return got, want
+
+
+@pytest.mark.parametrize("swizzle", range(4))
+@pytest.mark.parametrize("name", CODES)
+def test_mma_of_every_type_and_swizzle(name, swizzle):
+    np.testing.assert_allclose(*product(name=name, swizzle=swizzle), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("swizzle", range(4))
+@pytest.mark.parametrize("a_mn, b_mn", [(True, False), (False, True), (True, True)])
+def test_mma_with_mn_major_operands(a_mn, b_mn, swizzle):
+    np.testing.assert_allclose(*product(swizzle=swizzle, a_mn=a_mn, b_mn=b_mn), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ctas, m", [(1, 64), (1, 128), (2, 128), (2, 256)])
+@pytest.mark.parametrize("a_tensor", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_mma_places_rows_as_its_layout_says(ctas, m, a_tensor, seed):
+    np.testing.assert_allclose(*product(m=m, ctas=ctas, a_tensor=a_tensor, seed=seed), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": False},
+        {"disabled": 0x0F0F00FF},
+        {"scale": 3},
+        {"negate": True},
+        {"half": True, "name": "f16"},
+        {"n": 16},
+    ],
+    ids=str,
+)
+def test_mma_obeys_its_options(options):
+    got, want = product(**options)
+    tolerance = 4e-3 if "half" in options else 1e-5
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+def change(old, new=""):
+    def edit(body):
+        assert old in body
+        return body.replace(old, new)
+
+    return edit
+
+
+WRONG = [
+    ("tensor_leak", change(FREE.format(1)), "512 columns of tensor memory allocated at column 0"),
+    ("tensor_bounds", change("[%r3], {%r30", "[%r3+496], {%r30"), "columns 496 to 5|column"),
+    ("tensor_bounds", change(QUARTER, "mov.u32 %r3, %r1;"), "reaches lanes .* only"),
+    ("uninitialized", change("x64.b32 [%r3], {%r30", "x64.b32 [%r3+64], {%r30"), "tensor address"),
+    ("async_early", change("tcgen05.wait::st.sync.aligned;"), "of tcgen05.st of warp"),
+    ("async_early", change(WAIT, "WAIT:"), "of tcgen05 operations of warp 0|of tcgen05.ld"),
+    ("proxy_fence", change("fence.proxy.async;"), "without fence.proxy.async"),
+    ("descriptor", change("mov.b32 %r251, ", "mov.b32 %r251, 64; or.b32 %r251, %r251, "), "reserved bits"),
+    ("descriptor", change("or.b64 %d4, %d3, ", f"or.b64 %d4, %d3, {1 << 61}; or.b64 %d4, %d4, "), "swizzle mode"),
+    ("deadlock", change(COMMIT), "1 of 1 arrivals"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("check, edit, message", WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
+def test_wrong_uses_of_tensor_memory_are_stopped(check, edit, message):
+    for seed in range(3):
+        with pytest.raises(ptxsim.SimulationError, match=message) as stopped:
+            product(edit=edit, seed=seed)
+        assert str(stopped.value).startswith(f"{check}: ")

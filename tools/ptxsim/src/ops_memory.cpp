@@ -1,0 +1,409 @@
+// Loads, stores, atomics, prefetch and address queries.
+#include <cmath>
+
+#include "access.h"
+#include "numeric.h"
+
+namespace ptxsim {
+
+uint8_t* local_place(Warp& w, int lane, uint64_t address, uint32_t n, uint32_t align) {
+  if ((address & (align - 1)) && w.machine->checking(kAlignment))
+    throw SimError(format("alignment: local address 0x%llx is not a multiple of %u", static_cast<unsigned long long>(address), align));
+  if (address + n > w.program->local_bytes)
+    throw SimError(format("local_bounds: %u bytes at local address 0x%llx of %u", n, static_cast<unsigned long long>(address), w.program->local_bytes));
+  return w.local.data() + static_cast<size_t>(lane) * w.program->local_bytes + address;
+}
+
+Space take_space(Decoder& d) {
+  std::string s = d.take_one({"global", "shared", "shared::cta", "shared::cluster", "local", "param", "param::entry", "const"});
+  if (s.empty()) return Space::generic;
+  if (s.compare(0, 6, "shared") == 0) return Space::shared;
+  return s == "local" ? Space::local : Space::global;
+}
+
+void publish(Warp& w, SharedPlace place, bool release) {
+  Clock& at = place.cta->released[place.address];
+  at.join(release ? w.clock : w.fence_release);
+  if (release) w.tick();
+}
+
+void observe(Warp& w, SharedPlace place, bool acquire) {
+  auto it = place.cta->released.find(place.address);
+  if (it == place.cta->released.end()) return;
+  (acquire ? w.clock : w.fence_acquire).join(it->second);
+}
+
+namespace {
+
+// Meaning of Instr::kind for loads, stores and atomics.
+struct Kind {
+  static constexpr int wide = 4, sign = 8, strong = 16, acquire = 32, release = 64;
+  static Space space(int kind) { return static_cast<Space>(kind & 3); }
+  static int container(int kind) { return kind >> 8; }  // bytes of a data register
+};
+
+// Compilers merge neighbouring loads, also where one of them is of no use on the way that is taken. So a vector load may
+// read elements that nothing wrote as long as it reads one that something did.
+void note_vector_read(TrackedMemory& shared, uint32_t address, uint32_t n, uint32_t element, const Actor& actor) {
+  if (n == element || !shared.written(address, n)) return shared.note_read(address, n, actor);
+  for (uint32_t i = 0; i < n; i += element)
+    if (shared.written(address + i, element)) shared.note_read(address + i, element, actor);
+}
+
+// Place of an access, checked; shared accesses are noted. `n` bytes, aligned to n, in elements of `element` bytes.
+uint8_t* place(Warp& w, Space space, uint64_t address, uint32_t n, uint32_t element, int lane, Actor& actor, bool reads, bool writes) {
+  w.lane = lane;
+  switch (resolve(space, address)) {
+    case Space::shared: {
+      SharedPlace p = shared_place(w, static_cast<uint32_t>(address));
+      uint8_t* at = p.cta->shared->at(p.address, n, n);
+      if (reads) note_vector_read(*p.cta->shared, p.address, n, element, actor);
+      if (writes) p.cta->shared->note_write(p.address, n, actor);
+      return at;
+    }
+    case Space::local: return local_place(w, lane, address, n, n);
+    default: return w.machine->global.at(address, n, n);
+  }
+}
+
+void order(Warp& w, const Instr& in, uint64_t address, bool reads, bool writes) {
+  if (resolve(Kind::space(in.kind), address) != Space::shared) return;
+  SharedPlace p = shared_place(w, static_cast<uint32_t>(address));
+  if (reads) observe(w, p, in.kind & Kind::acquire);
+  if (writes) publish(w, p, in.kind & Kind::release);
+}
+
+template <class T>
+void ld_elements(Warp& w, const Instr& in, const int32_t* registers, int lane, const uint8_t* from) {
+  int container = Kind::container(in.kind);
+  for (int e = 0; e < in.n; ++e) {
+    T v;
+    std::memcpy(&v, from + e * sizeof(T), sizeof(T));
+    uint8_t* to = w.file.data() + registers[e] + lane * container;
+    if (container == sizeof(T)) {
+      std::memcpy(to, &v, sizeof(T));
+    } else {
+      uint64_t bits = in.kind & Kind::sign ? static_cast<uint64_t>(static_cast<int64_t>(static_cast<std::make_signed_t<T>>(v))) : static_cast<uint64_t>(v);
+      std::memcpy(to, &bits, static_cast<size_t>(container));
+    }
+  }
+}
+
+void ld_wide_elements(Warp& w, const Instr& in, const int32_t* registers, int lane, const uint8_t* from) {
+  for (int e = 0; e < in.n; ++e) std::memcpy(w.file.data() + registers[e] + lane * 16, from + e * 16, 16);
+}
+
+void ld(Warp& w, const Instr& in, uint32_t mask) {
+  const int32_t* registers = w.program->lists.data() + in.list;
+  uint32_t bytes = static_cast<uint32_t>(in.size * in.n);
+  Actor actor = w.actor();
+  actor.strong = in.kind & Kind::strong;
+  // Addresses are read before any lane's data is written: a destination may be the address register.
+  uint64_t addresses[kLanes];
+  for (int l = 0; l < kLanes; ++l) addresses[l] = lane_address(w, in, in.a[0], in.kind & Kind::wide, l);
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    if (in.kind & Kind::strong) order(w, in, addresses[l], true, false);
+    const uint8_t* from = place(w, Kind::space(in.kind), addresses[l], bytes, static_cast<uint32_t>(in.size), l, actor, true, false);
+    switch (in.size) {
+      case 1: ld_elements<uint8_t>(w, in, registers, l, from); break;
+      case 2: ld_elements<uint16_t>(w, in, registers, l, from); break;
+      case 4: ld_elements<uint32_t>(w, in, registers, l, from); break;
+      case 8: ld_elements<uint64_t>(w, in, registers, l, from); break;
+      default: ld_wide_elements(w, in, registers, l, from);
+    }
+  }
+  w.lane = -1;
+}
+
+void st(Warp& w, const Instr& in, uint32_t mask) {
+  const int32_t* registers = w.program->lists.data() + in.list;
+  uint32_t bytes = static_cast<uint32_t>(in.size * in.n);
+  Actor actor = w.actor();
+  actor.strong = in.kind & Kind::strong;
+  int container = Kind::container(in.kind);
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    uint64_t address = lane_address(w, in, in.a[0], in.kind & Kind::wide, l);
+    uint8_t* to = place(w, Kind::space(in.kind), address, bytes, static_cast<uint32_t>(in.size), l, actor, false, true);
+    for (int e = 0; e < in.n; ++e) std::memcpy(to + e * in.size, w.file.data() + registers[e] + l * container, static_cast<size_t>(in.size));
+  }
+  if (in.kind & Kind::strong) {
+    for (uint32_t m = mask; m; m &= m - 1) {
+      int l = __builtin_ctz(m);
+      order(w, in, lane_address(w, in, in.a[0], in.kind & Kind::wide, l), false, true);
+    }
+  }
+  w.lane = -1;
+  ++w.machine->progress;
+}
+
+// Modifiers that ld and st share.
+void take_access_modifiers(Decoder& d, bool load) {
+  std::string order = d.take_one({"weak", "relaxed", "acquire", "release", "volatile", "mmio"});
+  d.take_one({"cta", "cluster", "gpu", "sys"});
+  if (!order.empty() && order != "weak") d.in.kind |= Kind::strong;
+  if (order == "acquire") d.in.kind |= Kind::acquire;
+  if (order == "release") d.in.kind |= Kind::release;
+  if ((load && order == "release") || (!load && order == "acquire")) d.fail("`." + order + "` has no meaning here");
+  d.in.kind |= static_cast<int>(take_space(d));
+  d.drop({"nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt"});
+  d.take_one({"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"});
+  d.take_one({"L2::evict_normal", "L2::evict_first", "L2::evict_last"});
+  d.take_one({"L2::64B", "L2::128B", "L2::256B"});
+}
+
+void decode_access(Decoder& d, bool load) {
+  take_access_modifiers(d, load);
+  bool hint = d.take("L2::cache_hint");
+  std::string vector = d.take_one({"v2", "v4", "v8"});
+  Type t = d.type();
+  if (t.cls == Type::signed_int) d.in.kind |= Kind::sign;
+  d.expect(2, hint ? 3 : 2);
+  size_t data_at = load ? 0 : 1, address_at = load ? 1 : 0;
+  int base_bytes = 0;
+  d.in.a[0] = d.address(d.operand(address_at), &base_bytes);
+  if (base_bytes == 8) d.in.kind |= Kind::wide;
+  const Operand& data = d.operand(data_at);
+  size_t n = vector.empty() ? 1 : static_cast<size_t>(vector[1] - '0');
+  if ((n > 1) != (data.kind == Operand::vector) || (n > 1 && data.items.size() != n)) d.fail("number of registers and vector size differ");
+  int container = t.bytes;
+  for (size_t e = 0; e < n; ++e) {
+    const Operand& o = n > 1 ? data.items[e] : data;
+    int bytes = t.bytes;
+    if (o.kind == Operand::reg || o.kind == Operand::integer || o.kind == Operand::real) {
+      if (load && o.kind != Operand::reg) d.fail("the destination is not a register");
+      // A floating-point constant needs the type, a register may be wider than it.
+      d.list(o.kind == Operand::real ? d.value(o, t) : d.register_of(o, &bytes));
+      if (bytes < t.bytes) d.fail("register is narrower than the type");
+      container = bytes;
+    } else if (o.kind == Operand::sink && load) {
+      d.list(d.scratch());
+    } else {
+      d.list(d.value(o, t));
+    }
+  }
+  d.in.kind |= container << 8;
+  d.in.n = static_cast<int>(n);
+  d.in.size = t.bytes;
+  d.in.fn = load ? ld : st;
+}
+
+// ---- atomics ----
+enum Atomic { add, min, max, inc, dec, and_, or_, xor_, exch, cas };
+
+template <class T>
+T combine(int op, T old, T b, T c) {
+  switch (op) {
+    case add: return static_cast<T>(old + b);
+    case min: return b < old ? b : old;
+    case max: return b > old ? b : old;
+    case exch: return b;
+    case cas: return old == b ? c : old;
+    default: break;
+  }
+  if constexpr (std::is_integral<T>::value) {
+    switch (op) {
+      case inc: return old >= b ? T(0) : static_cast<T>(old + 1);
+      case dec: return old == 0 || old > b ? b : static_cast<T>(old - 1);
+      case and_: return static_cast<T>(old & b);
+      case or_: return static_cast<T>(old | b);
+      case xor_: return static_cast<T>(old ^ b);
+      default: break;
+    }
+  }
+  return old;
+}
+
+template <const Format& kFormat>
+struct PackedHalf {
+  static uint32_t of(int op, uint32_t old, uint32_t b) {
+    uint32_t r = 0;
+    for (int h = 0; h < 32; h += 16) {
+      float x = decode(kFormat, old >> h & 0xffff), y = decode(kFormat, b >> h & 0xffff);
+      float v = op == add ? x + y : op == min ? std::fmin(x, y) : std::fmax(x, y);
+      r |= encode(kFormat, v, Round::nearest, false) << h;
+    }
+    return r;
+  }
+};
+
+using Update = void (*)(int op, uint8_t* at, const uint8_t* b, const uint8_t* c);
+
+template <class T>
+void update(int op, uint8_t* at, const uint8_t* b, const uint8_t* c) {
+  T old, x, y = T();
+  std::memcpy(&old, at, sizeof(T));
+  std::memcpy(&x, b, sizeof(T));
+  if (c) std::memcpy(&y, c, sizeof(T));
+  T result = combine<T>(op, old, x, y);
+  std::memcpy(at, &result, sizeof(T));
+}
+template <const Format& kFormat>
+void update_half(int op, uint8_t* at, const uint8_t* b, const uint8_t*) {
+  uint32_t old, x;
+  std::memcpy(&old, at, 4);
+  std::memcpy(&x, b, 4);
+  old = PackedHalf<kFormat>::of(op, old, x);
+  std::memcpy(at, &old, 4);
+}
+
+// Element type of an atomic, in the low byte of Instr::use of a[5].
+constexpr Update kUpdates[] = {update<uint32_t>, update<int32_t>, update<uint64_t>, update<int64_t>, update<float>, update<double>, update_half<kF16>, update_half<kBf16>};
+
+// a[0] address, a[1] old values, a[4] operation, a[5] type; lists: b elements, then c elements
+void atom(Warp& w, const Instr& in, uint32_t mask) {
+  const int32_t* registers = w.program->lists.data() + in.list;
+  uint32_t bytes = static_cast<uint32_t>(in.size * in.n);
+  Actor actor = w.actor();
+  actor.strong = true;
+  bool has_result = in.a[1] >= 0;
+  uint64_t addresses[kLanes];
+  for (int l = 0; l < kLanes; ++l) addresses[l] = lane_address(w, in, in.a[0], in.kind & Kind::wide, l);
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    order(w, in, addresses[l], true, false);
+    uint8_t* at = place(w, Kind::space(in.kind), addresses[l], bytes, static_cast<uint32_t>(in.size), l, actor, true, true);
+    for (int e = 0; e < in.n; ++e) {
+      uint8_t* element = at + e * in.size;
+      const uint8_t* b = w.file.data() + registers[e] + l * in.size;
+      const uint8_t* c = in.a[4] == cas ? w.file.data() + registers[in.n + e] + l * in.size : nullptr;
+      uint8_t old[8];
+      std::memcpy(old, element, static_cast<size_t>(in.size));
+      kUpdates[in.a[5]](in.a[4], element, b, c);
+      if (has_result) std::memcpy(w.file.data() + registers[2 * in.n + e] + l * in.size, old, static_cast<size_t>(in.size));
+    }
+    order(w, in, addresses[l], false, true);
+  }
+  w.lane = -1;
+  ++w.machine->progress;
+}
+
+void decode_atomic(Decoder& d, bool result) {
+  std::string sem = d.take_one({"relaxed", "acquire", "release", "acq_rel"});
+  if (sem == "acquire" || sem == "acq_rel") d.in.kind |= Kind::acquire;
+  if (sem == "release" || sem == "acq_rel") d.in.kind |= Kind::release;
+  d.take_one({"cta", "cluster", "gpu", "sys"});
+  d.in.kind |= static_cast<int>(take_space(d)) | Kind::strong;
+  static const char* const names[] = {"add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas"};
+  int op = -1;
+  for (int i = 0; i < 10; ++i)
+    if (d.take(names[i])) op = i;
+  if (op < 0) d.fail("no known operation");
+  d.take("noftz");
+  bool hint = d.take("L2::cache_hint");
+  std::string vector = d.take_one({"v2", "v4", "v8"});
+  Type t = d.type();
+  static const char* const types[] = {"u32", "s32", "u64", "s64", "f32", "f64", "f16x2", "bf16x2"};
+  d.in.a[5] = -1;
+  for (int i = 0; i < 8; ++i)
+    if (t.name == types[i] || (t.name == "b32" && i == 0) || (t.name == "b64" && i == 2)) d.in.a[5] = i;
+  if (d.in.a[5] < 0) d.fail("type ." + t.name);
+  if (t.cls == Type::real && op != add && op != min && op != max && op != exch) d.fail("operation on type ." + t.name);
+  size_t first = result ? 1 : 0, sources = op == cas ? 2 : 1;
+  d.expect(first + 1 + sources, first + 1 + sources + (hint ? 1 : 0));
+  int base_bytes = 0;
+  d.in.a[0] = d.address(d.operand(first), &base_bytes);
+  if (base_bytes == 8) d.in.kind |= Kind::wide;
+  size_t n = vector.empty() ? 1 : static_cast<size_t>(vector[1] - '0');
+  auto element = [&](const Operand& o, size_t e) -> const Operand& {
+    if ((n > 1) != (o.kind == Operand::vector) || (n > 1 && o.items.size() != n)) d.fail("number of registers and vector size differ");
+    return n > 1 ? o.items[e] : o;
+  };
+  for (size_t s = 0; s < 2; ++s)
+    for (size_t e = 0; e < n; ++e) d.list(s < sources ? d.value(element(d.operand(first + 1 + s), e), t) : -1);
+  if (result && d.operand(0).kind != Operand::sink) {
+    d.in.a[1] = 0;
+    for (size_t e = 0; e < n; ++e) d.list(d.target(element(d.operand(0), e), t.bytes));
+  }
+  d.in.n = static_cast<int>(n);
+  d.in.size = t.bytes;
+  d.in.a[4] = op;
+  d.in.fn = atom;
+}
+
+// ---- address queries ----
+template <bool kWide>
+void mapa(Warp& w, const Instr& in, uint32_t mask) {
+  const uint32_t* rank = w.reg<uint32_t>(in.a[2]);
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    w.lane = l;
+    if (rank[l] >= w.cta->cluster->ctas.size()) throw SimError(format("mapa to CTA %u of a cluster of %zu", rank[l], w.cta->cluster->ctas.size()));
+    if (kWide) {
+      uint64_t a = w.reg<uint64_t>(in.a[1])[l];
+      w.reg<uint64_t>(in.a[0])[l] = (a & ~static_cast<uint64_t>(0xffu << kRankShift)) | static_cast<uint64_t>(rank[l]) << kRankShift;
+    } else {
+      w.reg<uint32_t>(in.a[0])[l] = (w.reg<uint32_t>(in.a[1])[l] & kRankMask) | rank[l] << kRankShift;
+    }
+  }
+  w.lane = -1;
+}
+
+template <bool kWide>
+void getctarank(Warp& w, const Instr& in, uint32_t mask) {
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    uint64_t a = kWide ? w.reg<uint64_t>(in.a[1])[l] : w.reg<uint32_t>(in.a[1])[l];
+    w.reg<uint32_t>(in.a[0])[l] = static_cast<uint32_t>(a) >> kRankShift;
+  }
+}
+
+void isspacep(Warp& w, const Instr& in, uint32_t mask) {
+  uint32_t r = 0;
+  for (int l = 0; l < kLanes; ++l) {
+    uint64_t a = w.reg<uint64_t>(in.a[1])[l];
+    r |= static_cast<uint32_t>(resolve(Space::generic, a) == static_cast<Space>(in.kind)) << l;
+  }
+  w.put_pred(in.a[0], r, mask);
+}
+
+void nothing(Warp&, const Instr&, uint32_t) {}
+
+}  // namespace
+
+void register_memory(OpcodeTable& table) {
+  table["ld"] = [](Decoder& d) { decode_access(d, true); };
+  table["ldu"] = table["ld"];
+  table["st"] = [](Decoder& d) { decode_access(d, false); };
+  table["atom"] = [](Decoder& d) { decode_atomic(d, true); };
+  table["red"] = [](Decoder& d) { decode_atomic(d, false); };
+  table["mapa"] = [](Decoder& d) {
+    bool shared = d.take("shared::cluster");
+    Type t = d.type();
+    d.expect(3, 3);
+    if (!shared && t.bytes != 8) d.fail("32-bit generic address");
+    d.in.a = {d.destination(0, t.bytes), d.source_slot(1, t), d.source_slot(2, *find_type("u32")), -1, -1, -1};
+    d.in.fn = t.bytes == 8 ? mapa<true> : mapa<false>;
+  };
+  table["getctarank"] = [](Decoder& d) {
+    d.take("shared::cluster");
+    Type t = d.type();
+    d.expect(2, 2);
+    d.in.a[0] = d.destination(0, 4);
+    d.in.a[1] = d.source_slot(1, t);
+    d.in.fn = t.bytes == 8 ? getctarank<true> : getctarank<false>;
+  };
+  table["isspacep"] = [](Decoder& d) {
+    d.in.kind = static_cast<int>(take_space(d));
+    d.expect(2, 2);
+    d.in.a[0] = d.predicate_destination(0);
+    d.in.a[1] = d.source_slot(1, *find_type("u64"));
+    d.in.fn = isspacep;
+  };
+  // Caches are not modelled.
+  table["prefetch"] = [](Decoder& d) {
+    d.drop({"global", "local", "param", "const", "L1", "L2", "tensormap", "L2::evict_last", "L2::evict_normal"});
+    d.in.fn = nothing;
+  };
+  table["prefetchu"] = [](Decoder& d) { d.drop({"L1"}); d.in.fn = nothing; };
+  table["createpolicy"] = [](Decoder& d) {
+    d.drop({"fractional", "range", "L2::evict_first", "L2::evict_last", "L2::evict_normal", "L2::evict_unchanged", "global"});
+    d.type();
+    d.in.a[0] = d.destination(0, 8);
+    d.in.a[1] = d.constant(8, 0);
+    d.in.fn = [](Warp& w, const Instr& in, uint32_t mask) { w.put(in.a[0], w.reg<uint64_t>(in.a[1]), mask); };
+  };
+}
+
+}  // namespace ptxsim

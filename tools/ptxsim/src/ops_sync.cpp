@@ -1,0 +1,472 @@
+// Named barriers, cluster barriers, mbarriers and fences.
+#include "sync.h"
+
+namespace ptxsim {
+
+namespace {
+
+void complete_phase(Machine& machine, Mbarrier& b) {
+  if (b.pending != 0 || b.transactions != 0) return;
+  ++b.phase;
+  b.pending = b.expected;
+  b.completed.join(b.arriving);
+  b.arriving = Clock();
+  b.completed.see(b.agent, b.phase, true);
+  ++machine.progress;
+  std::vector<Warp*> waiters;
+  waiters.swap(b.waiters);
+  for (Warp* w : waiters) w->wake();
+}
+
+constexpr int64_t kMaxCount = (1 << 20) - 1;
+
+void check_counts(Machine& machine, const Mbarrier& b, uint32_t address) {
+  if (!machine.checking(kMbarrier)) return;
+  if (b.pending < 0) throw SimError(format("mbarrier: more arrivals at 0x%x than the %u that its phase takes", address, b.expected));
+  if (b.transactions > kMaxCount || b.transactions < -kMaxCount)
+    throw SimError(format("mbarrier: transaction count at 0x%x is %lld, out of range", address, static_cast<long long>(b.transactions)));
+  if (b.pending == 0 && b.transactions < 0)
+    throw SimError(format("mbarrier: %lld bytes more than expected have arrived at 0x%x", static_cast<long long>(-b.transactions), address));
+}
+
+std::string describe_mbarrier(const Warp& w) {
+  uint32_t address = static_cast<uint32_t>(w.wait_argument);
+  auto it = w.cta->mbarriers.find(address);
+  if (it == w.cta->mbarriers.end()) return format("an mbarrier at 0x%x", address);
+  const Mbarrier& b = it->second;
+  return format("the mbarrier at 0x%x (phase %u: %lld of %u arrivals and %lld bytes are missing)", address, b.phase,
+                static_cast<long long>(b.pending), b.expected, static_cast<long long>(b.transactions));
+}
+
+}  // namespace
+
+SharedPlace mbarrier_place(Warp& w, uint64_t address, Space space) {
+  if (resolve(space, address) != Space::shared) throw SimError(format("mbarrier: address 0x%llx is not in shared memory", static_cast<unsigned long long>(address)));
+  SharedPlace p = shared_place(w, static_cast<uint32_t>(address));
+  p.cta->shared->at(p.address, 8, 8);
+  return p;
+}
+
+Mbarrier& find_mbarrier(Warp& w, SharedPlace place) {
+  auto it = place.cta->mbarriers.find(place.address);
+  if (it == place.cta->mbarriers.end()) throw SimError(format("mbarrier: no initialised mbarrier at shared address 0x%x", place.address));
+  if (!w.clock.has_seen(it->second.initialized_by) && w.machine->checking(kMbarrier))
+    throw SimError(format("mbarrier: the initialisation at shared address 0x%x is not ordered before this use", place.address));
+  return it->second;
+}
+
+void complete_transactions(Machine& machine, Mbarrier& b, uint32_t address, int64_t bytes) {
+  b.transactions -= bytes;
+  check_counts(machine, b, address);
+  complete_phase(machine, b);
+}
+
+void arrive_asynchronously(Machine& machine, Mbarrier& b, uint32_t address) {
+  --b.pending;
+  check_counts(machine, b, address);
+  complete_phase(machine, b);
+}
+
+namespace {
+
+// ---- mbarrier ----
+enum Mbar { init, inval, arrive, arrive_drop, expect_tx, complete_tx, test_wait, try_wait };
+struct Kind {
+  static constexpr int wide = 4, relaxed = 8, expecting = 16, parity = 32, no_complete = 64;
+  static Space space(int kind) { return static_cast<Space>(kind & 3); }
+};
+
+SharedPlace lane_place(Warp& w, const Instr& in, int lane) {
+  w.lane = lane;
+  return mbarrier_place(w, lane_address(w, in, in.a[1], in.kind & Kind::wide, lane), Kind::space(in.kind));
+}
+
+void mbar_init(Warp& w, const Instr& in, uint32_t mask) {
+  Actor actor = w.actor();
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    SharedPlace p = lane_place(w, in, l);
+    uint32_t count = w.reg<uint32_t>(in.a[2])[l];
+    if (count == 0 || count > kMaxCount) throw SimError(format("mbarrier: arrival count %u", count));
+    if (p.cta->mbarriers.count(p.address) && w.machine->checking(kMbarrier))
+      throw SimError(format("mbarrier: shared address 0x%x already holds one", p.address));
+    p.cta->shared->guard(p.address, 8, false);
+    p.cta->shared->note_write(p.address, 8, actor);
+    p.cta->shared->guard(p.address, 8, true);
+    Mbarrier b;
+    b.expected = count;
+    b.pending = count;
+    auto old = p.cta->mbarriers.find(p.address);
+    b.agent = old != p.cta->mbarriers.end() ? old->second.agent : p.cta->cluster->agents.add(format("the mbarrier at 0x%x", p.address), true);
+    b.initialized_by = actor.tag;
+    p.cta->mbarriers[p.address] = b;
+  }
+  w.lane = -1;
+  ++w.machine->progress;
+}
+
+void mbar_inval(Warp& w, const Instr& in, uint32_t mask) {
+  for (uint32_t m = mask; m; m &= m - 1) {
+    SharedPlace p = lane_place(w, in, __builtin_ctz(m));
+    find_mbarrier(w, p);
+    p.cta->shared->guard(p.address, 8, false);
+    p.cta->mbarriers.erase(p.address);
+  }
+  w.lane = -1;
+}
+
+// in.n: the Mbar that this is
+void mbar_arrive(Warp& w, const Instr& in, uint32_t mask) {
+  bool released = false;
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    SharedPlace p = lane_place(w, in, l);
+    Mbarrier& b = find_mbarrier(w, p);
+    uint32_t operand = in.a[2] >= 0 ? w.reg<uint32_t>(in.a[2])[l] : 1;
+    if (in.a[0] >= 0) w.reg<uint64_t>(in.a[0])[l] = b.phase;
+    if (in.n == expect_tx || in.kind & Kind::expecting) b.transactions += operand;
+    if (in.n == complete_tx) b.transactions -= operand;
+    if (in.n == arrive || in.n == arrive_drop) {
+      bool release = !(in.kind & Kind::relaxed);
+      b.arriving.join(release ? w.clock : w.fence_release);
+      released |= release;
+      uint32_t count = in.kind & Kind::expecting ? 1 : operand;
+      b.pending -= count;
+      if (in.n == arrive_drop) b.expected -= count;
+    }
+    check_counts(*w.machine, b, p.address);
+    if (in.kind & Kind::no_complete && b.pending == 0 && b.transactions == 0 && w.machine->checking(kMbarrier))
+      throw SimError(format("mbarrier: arrive.noComplete at 0x%x completes the phase", p.address));
+    complete_phase(*w.machine, b);
+  }
+  if (released) w.tick();
+  w.lane = -1;
+  ++w.machine->progress;
+}
+
+void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
+  uint32_t done = 0, address = 0;
+  Mbarrier* only = nullptr;
+  bool one = true;
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    SharedPlace p = lane_place(w, in, l);
+    if (p.cta != w.cta) throw SimError(format("mbarrier: wait on another CTA's mbarrier at 0x%x", p.address));
+    Mbarrier& b = find_mbarrier(w, p);
+    one &= !only || only == &b;
+    only = &b;
+    address = p.address;
+    bool complete;
+    if (in.kind & Kind::parity) {
+      complete = (b.phase & 1) != (w.reg<uint32_t>(in.a[2])[l] & 1);
+    } else {
+      uint64_t state = w.reg<uint64_t>(in.a[2])[l];
+      if (w.machine->checking(kMbarrier) && state + 1 < b.phase) throw SimError(format("mbarrier: state of a phase that is long over at 0x%x", address));
+      complete = state != b.phase;
+    }
+    if (complete) {
+      done |= 1u << l;
+      if (!(in.kind & Kind::relaxed)) w.clock.join(b.completed);
+    }
+  }
+  w.lane = -1;
+  bool repeated = w.cur.failed_at == w.at, polled = w.cur.polled;
+  w.cur.polled = false;
+  if (!done && one && !polled && (repeated || w.machine->rng.below(2))) {
+    // A wait that spins stops here until the phase completes; a single look may fail, or be suspended for a while.
+    only->waiters.push_back(&w);
+    w.park(describe_mbarrier, address);
+    return;
+  }
+  w.cur.failed_at = done == mask ? -1 : w.at;
+  w.put_pred(in.a[0], done, mask);
+}
+
+void decode_mbarrier(Decoder& d) {
+  static const char* const names[] = {"init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait"};
+  int op = -1;
+  for (int i = 0; i < 8; ++i) {
+    if (d.source->opcode.size() > 1 && d.source->opcode[1] == names[i]) {
+      op = i;
+      d.take(names[i]);
+    }
+  }
+  if (op < 0) d.fail("unknown mbarrier operation");
+  d.in.n = op;
+  if ((op == arrive || op == arrive_drop) && d.take("expect_tx")) d.in.kind |= Kind::expecting;
+  if (d.take("noComplete")) d.in.kind |= Kind::no_complete;
+  if (d.take("parity")) d.in.kind |= Kind::parity;
+  std::string sem = d.take_one({"release", "acquire", "relaxed"});
+  if (sem == "relaxed") d.in.kind |= Kind::relaxed;
+  d.take_one({"cta", "cluster"});
+  d.in.kind |= static_cast<int>(take_space(d));
+  Type t = d.type();
+  if (t.name != "b64") d.fail("type ." + t.name);
+  const Type& u32 = *find_type("u32");
+  auto place = [&](size_t i) {
+    int bytes = 0;
+    d.in.a[1] = d.address(d.operand(i), &bytes);
+    if (bytes == 8) d.in.kind |= Kind::wide;
+  };
+  switch (op) {
+    case init:
+      d.expect(2, 2);
+      place(0);
+      d.in.a[2] = d.source_slot(1, u32);
+      d.in.fn = mbar_init;
+      break;
+    case inval:
+      d.expect(1, 1);
+      place(0);
+      d.in.fn = mbar_inval;
+      break;
+    case arrive:
+    case arrive_drop: {
+      // The state may be left out altogether when the mbarrier is in another CTA.
+      bool state = d.operand(0).kind != Operand::address;
+      d.expect(state ? 2 : 1, state ? 3 : 2);
+      if (state && d.operand(0).kind != Operand::sink) d.in.a[0] = d.destination(0, 8);
+      size_t at = state ? 1 : 0;
+      place(at);
+      if (d.count() > at + 1) d.in.a[2] = d.source_slot(at + 1, u32);
+      else if (d.in.kind & Kind::expecting) d.fail("no transaction count");
+      d.in.fn = mbar_arrive;
+      break;
+    }
+    case expect_tx:
+    case complete_tx:
+      d.expect(2, 2);
+      place(0);
+      d.in.a[2] = d.source_slot(1, u32);
+      d.in.fn = mbar_arrive;
+      break;
+    default:  // test_wait, try_wait
+      d.expect(3, op == try_wait ? 4 : 3);
+      d.in.a[0] = d.predicate_destination(0);
+      place(1);
+      d.in.a[2] = d.source_slot(2, d.in.kind & Kind::parity ? u32 : *find_type("b64"));
+      d.in.fn = mbar_wait;
+  }
+}
+
+// ---- named barriers ----
+enum Bar { sync, bar_arrive, red_popc, red_and, red_or };
+
+std::string describe_barrier(const Warp& w) {
+  const NamedBarrier& b = w.cta->barriers[w.wait_argument];
+  std::string need = b.expected ? format("%u", b.expected) : std::string("all");
+  return format("barrier %d (%u of %s threads have arrived)", static_cast<int>(w.wait_argument), b.arrived, need.c_str());
+}
+
+void finish_barrier(Cta& cta, NamedBarrier& b) {
+  uint32_t expected = b.expected ? b.expected : static_cast<uint32_t>(cta.live_warps) * kLanes;
+  if (!b.in_use || b.arrived < expected) return;
+  for (Warp* w : b.waiters) {
+    const Instr& in = w->program->code[static_cast<size_t>(w->at)];
+    if (in.n >= red_popc) {
+      uint32_t mask = w->live;
+      if (in.n == red_popc) {
+        uint32_t t[kLanes];
+        for (uint32_t& v : t) v = b.votes;
+        w->put(in.a[0], t, mask);
+      } else {
+        w->put_pred(in.a[0], (in.n == red_and ? b.votes == expected : b.votes > 0) ? kFullMask : 0, mask);
+      }
+    }
+    w->clock.join(b.clock);
+    w->wake();
+  }
+  ++cta.cluster->machine->progress;
+  b = NamedBarrier();
+}
+
+// a[1] number, a[2] threads or -1, a[3] predicate
+void bar(Warp& w, const Instr& in, uint32_t mask) {
+  if (!w.converged(w.live)) return;
+  uint32_t lane = static_cast<uint32_t>(__builtin_ctz(mask));
+  uint32_t number = w.reg<uint32_t>(in.a[1])[lane];
+  if (number > 15) throw SimError(format("barrier: number %u; there are 16", number));
+  NamedBarrier& b = w.cta->barriers[number];
+  uint32_t expected = in.a[2] >= 0 ? w.reg<uint32_t>(in.a[2])[lane] : 0;
+  if (expected % kLanes) throw SimError(format("barrier: %u threads, not a multiple of 32", expected));
+  if (b.in_use && b.expected != expected && w.machine->checking(kBarrier))
+    throw SimError(format("barrier: number %u: this warp counts %u threads, an earlier one %u (0: all)", number, expected, b.expected));
+  b.in_use = true;
+  b.expected = expected;
+  b.arrived += kLanes;
+  if (expected && b.arrived > expected && w.machine->checking(kBarrier))
+    throw SimError(format("barrier: number %u: more than %u threads", number, expected));
+  if (in.n >= red_popc) {
+    uint32_t p = w.pred(in.a[3]);
+    b.votes += static_cast<uint32_t>(__builtin_popcount((in.kind ? ~p : p) & mask));
+  }
+  b.clock.join(w.clock);
+  w.tick();
+  ++w.machine->progress;
+  if (in.n != bar_arrive) {
+    b.waiters.push_back(&w);
+    w.wait(describe_barrier, number);
+  }
+  finish_barrier(*w.cta, b);
+}
+
+// ---- cluster barrier ----
+std::string describe_cluster_barrier(const Warp& w) {
+  const Cluster& c = *w.cta->cluster;
+  return format("the cluster barrier (%d of %d warps have arrived)", c.arrived, c.live_warps);
+}
+
+void finish_cluster_barrier(Cluster& c) {
+  if (c.arrived == 0 || c.arrived < c.live_warps) return;
+  c.arrived = 0;
+  ++c.phase;
+  c.completed.join(c.arriving);
+  ++c.machine->progress;
+  std::vector<Warp*> waiters;
+  waiters.swap(c.waiters);
+  for (Warp* w : waiters) w->wake();
+}
+
+void cluster_arrive(Warp& w, const Instr& in, uint32_t) {
+  if (!w.converged(w.live)) return;
+  Cluster& c = *w.cta->cluster;
+  if (c.arrived_phase.count(&w) && w.machine->checking(kBarrier)) throw SimError("barrier: barrier.cluster.arrive twice without a wait");
+  c.arrived_phase[&w] = c.phase;
+  c.arriving.join(in.kind ? w.fence_release : w.clock);
+  if (!in.kind) w.tick();
+  ++c.arrived;
+  ++w.machine->progress;
+  finish_cluster_barrier(c);
+}
+
+void cluster_wait(Warp& w, const Instr&, uint32_t) {
+  if (!w.converged(w.live)) return;
+  Cluster& c = *w.cta->cluster;
+  auto it = c.arrived_phase.find(&w);
+  if (it == c.arrived_phase.end()) throw SimError("barrier: barrier.cluster.wait without an arrive");
+  if (it->second == c.phase) {
+    c.waiters.push_back(&w);
+    w.retry();
+    w.wait(describe_cluster_barrier);
+    return;
+  }
+  c.arrived_phase.erase(it);
+  w.clock.join(c.completed);
+}
+
+void warp_sync(Warp& w, const Instr& in, uint32_t mask) { w.converged(w.reg<uint32_t>(in.a[1])[__builtin_ctz(mask)]); }
+
+void decode_barrier(Decoder& d) {
+  const Type& u32 = *find_type("u32");
+  if (d.take("cluster")) {
+    std::string op = d.take_one({"arrive", "wait"});
+    if (op.empty()) d.fail("unknown cluster barrier operation");
+    std::string sem = d.take_one({"release", "relaxed", "acquire"});
+    d.take("aligned");
+    d.expect(0, 0);
+    d.in.kind = sem == "relaxed";
+    d.in.fn = op == "arrive" ? cluster_arrive : cluster_wait;
+    return;
+  }
+  if (d.take("warp")) {
+    if (!d.take("sync")) d.fail("unknown form");
+    d.expect(1, 1);
+    d.in.a[1] = d.source_slot(0, u32);
+    d.in.fn = warp_sync;
+    return;
+  }
+  d.take("cta");
+  d.take("aligned");
+  if (d.take("sync")) d.in.n = sync;
+  else if (d.take("arrive")) d.in.n = bar_arrive;
+  else if (d.take("red")) {
+    std::string op = d.take_one({"popc", "and", "or"});
+    d.in.n = op == "popc" ? red_popc : op == "and" ? red_and : red_or;
+    Type t = d.type();
+    d.expect(3, 4);
+    d.in.a[0] = d.destination(0, t.bytes);
+    Operand p = d.operand(d.count() - 1);
+    d.in.kind = p.negated;
+    p.negated = false;
+    d.in.a[3] = d.value(p, *find_type("pred"));
+    d.in.a[1] = d.source_slot(1, u32);
+    if (d.count() == 4) d.in.a[2] = d.source_slot(2, u32);
+    d.in.fn = bar;
+    return;
+  } else {
+    d.fail("unknown barrier operation");
+  }
+  d.expect(d.in.n == bar_arrive ? 2 : 1, 2);
+  d.in.a[1] = d.source_slot(0, u32);
+  if (d.count() == 2) d.in.a[2] = d.source_slot(1, u32);
+  d.in.fn = bar;
+}
+
+// ---- fences ----
+void fence(Warp& w, const Instr&, uint32_t) {
+  w.clock.join(w.fence_acquire);
+  w.fence_release = w.clock;
+  w.tick();
+}
+
+void fence_proxy_async(Warp& w, const Instr&, uint32_t) {
+  w.clock.fenced = w.clock.seen;
+  w.tick();  // what the warp writes from now on is not covered
+}
+
+void nothing(Warp&, const Instr&, uint32_t) {}
+
+void decode_fence(Decoder& d) {
+  if (d.take("proxy")) {
+    bool async = d.take("async");
+    std::string space = d.take_one({"global", "shared::cta", "shared::cluster", "async::global", "async::shared::cta", "async::shared::cluster"});
+    if (!async && space.compare(0, 7, "async::") == 0) async = true;
+    if (async) {
+      d.take_one({"acquire", "release"});
+      if (d.take("sync_restrict::shared::cta") || d.take("sync_restrict::shared::cluster")) d.fail("restricted proxy fence");
+      d.expect(0, 0);
+      d.in.fn = space.find("global") == std::string::npos ? fence_proxy_async : nothing;
+      return;
+    }
+    if (d.take("alias")) { d.expect(0, 0); d.in.fn = fence; return; }
+    // Tensor maps are read when a copy takes effect, so there is no cache to order.
+    if (!d.take("tensormap::generic")) d.fail("unknown proxy");
+    d.take_one({"acquire", "release"});
+    d.take_one({"cta", "cluster", "gpu", "sys"});
+    d.in.fn = nothing;
+    return;
+  }
+  if (d.take("mbarrier_init")) {
+    if (!d.take("release") || !d.take("cluster")) d.fail("unknown form");
+    d.expect(0, 0);
+    d.in.fn = fence;
+    return;
+  }
+  d.take_one({"sc", "acq_rel", "acquire", "release"});
+  if (std::string(d.take_one({"cta", "cluster", "gpu", "sys"})).empty()) d.fail("no known scope");
+  d.expect(0, 0);
+  d.in.fn = fence;
+}
+
+}  // namespace
+
+void recheck_barriers(Cta& cta) {
+  if (cta.live_warps)
+    for (NamedBarrier& b : cta.barriers) finish_barrier(cta, b);
+  if (cta.cluster->live_warps) finish_cluster_barrier(*cta.cluster);
+}
+
+void register_sync(OpcodeTable& table) {
+  table["mbarrier"] = decode_mbarrier;
+  table["bar"] = decode_barrier;
+  table["barrier"] = decode_barrier;
+  table["fence"] = decode_fence;
+  table["membar"] = [](Decoder& d) {
+    if (d.source->opcode.size() > 1 && d.source->opcode[1] == "proxy") d.fail("unknown form");
+    d.take_one({"cta", "gl", "sys"});
+    d.expect(0, 0);
+    d.in.fn = fence;
+  };
+}
+
+}  // namespace ptxsim

@@ -1,0 +1,115 @@
+#include "smem_matrix.h"
+
+#include "numeric.h"
+#include "tensor_map.h"
+
+namespace ptxsim {
+
+MatrixDescriptor decode_wgmma_descriptor(uint64_t bits, bool checked) {
+  constexpr uint64_t kReserved = 3ull << 14 | 3ull << 30 | 7ull << 46 | 0x3ffull << 52;
+  if (checked && (bits & kReserved))
+    throw SimError(format("descriptor: reserved bits of matrix descriptor 0x%016llx are set", static_cast<unsigned long long>(bits)));
+  if (bits >> 49 & 7) throw SimError("descriptor: a base offset other than 0 is not modelled");
+  static const int swizzles[] = {0, 3, 2, 1};
+  MatrixDescriptor d;
+  d.start = static_cast<uint32_t>(bits & 0x3fff) << 4;
+  d.leading = static_cast<uint32_t>(bits >> 16 & 0x3fff) << 4;
+  d.stride = static_cast<uint32_t>(bits >> 32 & 0x3fff) << 4;
+  d.swizzle = swizzles[bits >> 62];
+  return d;
+}
+
+MatrixDescriptor decode_tcgen05_descriptor(uint64_t bits, bool checked) {
+  static const int swizzles[] = {0, -1, 3, -1, 2, -1, 1, -1};
+  MatrixDescriptor d;
+  d.start = static_cast<uint32_t>(bits & 0x3fff) << 4;
+  d.leading = static_cast<uint32_t>(bits >> 16 & 0x3fff) << 4;
+  d.stride = static_cast<uint32_t>(bits >> 32 & 0x3fff) << 4;
+  d.swizzle = swizzles[bits >> 61];
+  constexpr uint64_t kReserved = 3ull << 14 | 3ull << 30 | 0xffull << 53;
+  if (checked && ((bits & kReserved) || (bits >> 46 & 7) != 1))
+    throw SimError(format("descriptor: fixed bits of matrix descriptor 0x%016llx are wrong", static_cast<unsigned long long>(bits)));
+  if (bits >> 49 & 7) throw SimError("descriptor: a base offset other than 0 is not modelled");
+  if (bits >> 52 & 1) throw SimError("descriptor: absolute leading addresses are not modelled");
+  if (d.swizzle < 0) throw SimError(format("descriptor: swizzle mode %d is not modelled", static_cast<int>(bits >> 61)));
+  return d;
+}
+
+namespace {
+
+std::array<float, 256> table_of(const Format& f) {
+  std::array<float, 256> values;
+  for (uint32_t i = 0; i < 256; ++i) values[i] = decode(f, i);
+  return values;
+}
+
+// Byte offset, before swizzling, of a chunk.
+uint32_t chunk_offset(const MatrixDescriptor& d, bool k_major, uint32_t row, uint32_t chunk) {
+  uint32_t pitch = 16u << d.swizzle;  // bytes of a row within the swizzle pattern; 16 without one
+  uint32_t across = 1u << d.swizzle;  // chunks of such a row
+  uint32_t in_row = row % 8 * pitch, group = row / 8;
+  if (d.swizzle == 0) return in_row + (k_major ? chunk * d.leading + group * d.stride : chunk * d.stride + group * d.leading);
+  // K-major operands never leave the pattern's row, so the leading offset has no meaning for them.
+  if (k_major) return in_row + chunk * 16 + group * d.stride;
+  return in_row + chunk % across * 16 + chunk / across * d.leading + group * d.stride;
+}
+
+}  // namespace
+
+void decode_elements(Element type, const uint8_t* from, uint32_t bytes, float* to) {
+  static const std::array<float, 256> e4m3 = table_of(kE4m3), e5m2 = table_of(kE5m2);
+  uint32_t size = element_bytes(type);
+  for (uint32_t e = 0; e < bytes / size; ++e) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, from + e * size, size);
+    switch (type) {
+      case Element::f16: to[e] = decode(kF16, bits); break;
+      case Element::bf16: to[e] = bf16_to_float(static_cast<uint16_t>(bits)); break;
+      case Element::e4m3: to[e] = e4m3[bits]; break;
+      case Element::e5m2: to[e] = e5m2[bits]; break;
+      case Element::tf32: to[e] = from_bits(bits & ~0x1fffu); break;
+    }
+  }
+}
+
+Tile::Tile(const MatrixDescriptor& d, Element e, bool major, uint32_t extent, uint32_t k) : descriptor(d), element(e), k_major(major) {
+  rows = k_major ? extent : k;
+  chunks = (k_major ? k : extent) * element_bytes(e) / 16;
+}
+
+uint32_t Tile::address(uint32_t row, uint32_t chunk) const {
+  return swizzle_address(descriptor.start + chunk_offset(descriptor, k_major, row, chunk), descriptor.swizzle);
+}
+
+void note_tile(Cta& cta, const Tile& t, const Actor& actor) {
+  for (uint32_t row = 0; row < t.rows; ++row)
+    for (uint32_t chunk = 0; chunk < t.chunks; ++chunk) {
+      uint32_t address = t.address(row, chunk);
+      cta.shared->at(address, 16, 16);
+      cta.shared->note_read(address, 16, actor);
+    }
+}
+
+void read_tile(Cta& cta, const Tile& t, float* to, uint32_t mn_stride, uint32_t k_stride, bool negate) {
+  uint32_t row_stride = t.k_major ? mn_stride : k_stride, column_stride = t.k_major ? k_stride : mn_stride;
+  uint32_t n = 16 / element_bytes(t.element);
+  float values[16];
+  for (uint32_t row = 0; row < t.rows; ++row)
+    for (uint32_t chunk = 0; chunk < t.chunks; ++chunk) {
+      decode_elements(t.element, cta.shared->at(t.address(row, chunk), 16, 16), 16, values);
+      for (uint32_t e = 0; e < n; ++e) to[row * row_stride + (chunk * n + e) * column_stride] = negate ? -values[e] : values[e];
+    }
+}
+
+void multiply(float* d, const float* a, const float* b, uint32_t m, uint32_t n, uint32_t k) {
+  for (uint32_t i = 0; i < m; ++i) {
+    float* row = d + i * n;
+    for (uint32_t kk = 0; kk < k; ++kk) {
+      float x = a[i * k + kk];
+      const float* y = b + kk * n;
+      for (uint32_t j = 0; j < n; ++j) row[j] += x * y[j];
+    }
+  }
+}
+
+}  // namespace ptxsim

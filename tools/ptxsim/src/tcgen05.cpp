@@ -1,0 +1,634 @@
+// tcgen05: allocation of tensor memory, loads and stores, mma, cp, commit, waits.
+//
+// Operations of the tensor core issued by one warp (mma, cp, commit) take effect in order, some time after they were
+// issued; so do a warp's tcgen05.ld and .st. tcgen05.fence orders nothing here that barriers and mbarriers do not.
+#include "tcgen05.h"
+
+#include "numeric.h"
+#include "smem_matrix.h"
+#include "sync.h"
+
+namespace ptxsim {
+namespace {
+
+constexpr uint32_t kLaneBytes = kTensorColumns * 4;
+
+// ---- tensor memory ----
+TrackedMemory& tensor_memory(Cta& cta) {
+  if (!cta.tensor->memory) throw SimError("tensor_bounds: no tensor memory is allocated");
+  return *cta.tensor->memory;
+}
+
+// Linear address of a lane's columns, all of them allocated.
+uint32_t tensor_place(Cta& cta, uint32_t lane, uint32_t column, uint32_t columns) {
+  const Machine& machine = *cta.cluster->machine;
+  if (lane >= kTensorLanes || column + columns > kTensorColumns) throw SimError(format("tensor_bounds: lane %u, columns %u to %u", lane, column, column + columns - 1));
+  if (machine.checking(kTensorBounds))
+    for (uint32_t unit = column / kAllocationColumns; unit <= (column + columns - 1) / kAllocationColumns; ++unit)
+      if (!cta.tensor->allocated[unit]) throw SimError(format("tensor_bounds: columns %u to %u at lane %u are not all allocated", column, column + columns - 1, lane));
+  return lane * kLaneBytes + column * 4;
+}
+
+uint32_t* tensor_words(Cta& cta, uint32_t lane, uint32_t column, uint32_t columns) {
+  return reinterpret_cast<uint32_t*>(tensor_memory(cta).at(tensor_place(cta, lane, column, columns), columns * 4, 4));
+}
+
+// ---- pipelines ----
+void schedule(Warp& w, Pipeline& p) {
+  if (p.scheduled || p.operations.empty()) return;
+  p.scheduled = true;
+  w.machine->issue(w, [&w, &p] {
+    auto operation = std::move(p.operations.front());
+    p.operations.pop_front();
+    operation();
+    p.scheduled = false;
+    w.wake_from_tensor_wait();
+    schedule(w, p);
+  });
+}
+
+void push(Warp& w, Pipeline& p, std::function<void()> operation) {
+  p.operations.push_back(std::move(operation));
+  ++w.machine->progress;
+  schedule(w, p);
+}
+
+Actor pipeline_actor(Warp& w, Pipeline& p, const char* what) {
+  if (!p.agent) p.agent = w.cta->cluster->agents.add(format("%s of warp %d", what, w.index), true);
+  Actor a{epoch(p.agent, p.mark), &w.clock, true, false, w.line(), true};
+  return a;
+}
+
+Actor core_actor(Warp& w) { return pipeline_actor(w, w.tensor_core, "tcgen05 operations"); }
+
+uint32_t uniform(Warp& w, Slot slot, uint32_t mask, const char* what) {
+  const uint32_t* v = w.reg<uint32_t>(slot);
+  uint32_t first = v[__builtin_ctz(mask)];
+  for (uint32_t m = mask; m; m &= m - 1)
+    if (v[__builtin_ctz(m)] != first && w.machine->checking(kConvergence)) throw SimError(format("convergence: lanes give different %s", what));
+  return first;
+}
+
+// ---- allocation ----
+std::string describe_alloc(const Warp& w) { return format("%u columns of tensor memory", static_cast<uint32_t>(w.wait_argument)); }
+
+// a[0] shared address, a[1] columns; in.imm offset
+void alloc(Warp& w, const Instr& in, uint32_t mask) {
+  if (!w.converged(kFullMask)) return;
+  TensorMemory& t = *w.cta->tensor;
+  uint32_t columns = uniform(w, in.a[1], mask, "column counts");
+  if (columns < 32 || columns > kTensorColumns || (columns & (columns - 1))) throw SimError(format("tensor_bounds: allocation of %u columns", columns));
+  if (t.relinquished) throw SimError("tensor_leak: allocation after relinquish_alloc_permit");
+  uint64_t address = lane_address(w, in, in.a[0], in.kind & 1, __builtin_ctz(mask));
+  if (in.kind & 1) resolve(Space::generic, address);
+  SharedPlace to = shared_place(w, static_cast<uint32_t>(address));
+  uint8_t* place = to.cta->shared->at(to.address, 4, 4);
+  if (!t.memory) t.memory = std::make_unique<TrackedMemory>("tensor", kTensorBounds, 0, kTensorLanes * kLaneBytes, &w.cta->cluster->agents, w.machine->launch.checks);
+  uint32_t units = columns / kAllocationColumns;
+  for (uint32_t first = 0; first + units <= kTensorColumns / kAllocationColumns; ++first) {
+    bool free = true;
+    for (uint32_t u = first; u < first + units; ++u) free &= !t.allocated[u];
+    if (!free) continue;
+    for (uint32_t u = first; u < first + units; ++u) t.allocated[u] = 1;
+    t.allocated[first] = columns;
+    uint32_t result = first * kAllocationColumns;
+    to.cta->shared->note_write(to.address, 4, w.actor());
+    std::memcpy(place, &result, 4);
+    ++w.machine->progress;
+    return;
+  }
+  w.retry();
+  w.wait(describe_alloc, columns);
+}
+
+void dealloc(Warp& w, const Instr& in, uint32_t mask) {
+  if (!w.converged(kFullMask)) return;
+  TensorMemory& t = *w.cta->tensor;
+  uint32_t address = uniform(w, in.a[0], mask, "addresses"), columns = uniform(w, in.a[1], mask, "column counts");
+  uint32_t first = (address & 0xffff) / kAllocationColumns;
+  if (address >> 16 || address % kAllocationColumns || first >= kTensorColumns / kAllocationColumns || t.allocated[first] != columns)
+    throw SimError(format("tensor_bounds: no allocation of %u columns at 0x%x", columns, address));
+  for (uint32_t u = first; u < first + columns / kAllocationColumns; ++u) t.allocated[u] = 0;
+  ++w.machine->progress;
+  for (auto& warp : w.cta->warps)
+    if (warp->describe_wait == describe_alloc && warp->status == Warp::waiting) warp->wake();
+}
+
+void relinquish(Warp& w, const Instr&, uint32_t) {
+  if (w.converged(kFullMask)) w.cta->tensor->relinquished = true;
+}
+
+// ---- ld and st ----
+enum Shape { s32x32b, s16x64b, s16x128b, s16x256b, s16x32bx2 };
+
+// Lane and column, from the address, of lane l's register r. (The second half of 16x32bx2 is further off.)
+void fragment_place(int shape, uint32_t l, uint32_t r, uint32_t* lane, uint32_t* column) {
+  switch (shape) {
+    case s32x32b: *lane = l; *column = r; break;
+    case s16x64b: *lane = l / 4 + 8 * (l & 1); *column = (l >> 1 & 1) + 2 * r; break;
+    case s16x128b: *lane = l / 4 + 8 * (r & 1); *column = l % 4 + 4 * (r >> 1); break;
+    case s16x256b: *lane = l / 4 + 8 * (r >> 1 & 1); *column = 2 * (l % 4) + (r & 1) + 8 * (r >> 2); break;
+    default: *lane = l % 16; *column = r;
+  }
+}
+
+// in.kind: Shape | 16-bit packing << 8; in.n registers; a[0] address; in.imm half offset; lists: registers, numbers
+struct Access {
+  Warp& w;
+  const Instr& in;
+  uint32_t lane, column;  // of the address
+  bool packed() const { return in.kind >> 8; }
+  template <class F>
+  void each(F f) const {  // f(lane l of the warp, register r, tensor lane, column)
+    for (uint32_t l = 0; l < kLanes; ++l)
+      for (uint32_t r = 0; r < static_cast<uint32_t>(in.n); ++r) {
+        uint32_t dl, dc;
+        fragment_place(in.kind & 0xff, l, r, &dl, &dc);
+        if (packed()) dc *= 2;
+        if ((in.kind & 0xff) == s16x32bx2 && l >= 16) dc += static_cast<uint32_t>(in.imm);
+        f(l, r, lane + dl, column + dc);
+      }
+  }
+};
+
+Access access_of(Warp& w, const Instr& in, uint32_t mask) {
+  uint32_t address = uniform(w, in.a[0], mask, "addresses") + static_cast<uint32_t>(in.size);
+  Access a{w, in, address >> 16, address & 0xffff};
+  uint32_t quarter = static_cast<uint32_t>(w.index % 4) * 32, lanes = (in.kind & 0xff) == s32x32b ? 32 : 16;
+  if (w.machine->checking(kTensorBounds) && (a.lane < quarter || a.lane + lanes > quarter + 32))
+    throw SimError(format("tensor_bounds: warp %d reaches lanes %u to %u only, not %u to %u", w.index, quarter, quarter + 31, a.lane, a.lane + lanes - 1));
+  return a;
+}
+
+void tensor_ld(Warp& w, const Instr& in, uint32_t mask) {
+  if (!w.converged(kFullMask)) return;
+  Access a = access_of(w, in, mask);
+  Actor actor = pipeline_actor(w, w.tensor_load, "tcgen05.ld");
+  a.each([&](uint32_t, uint32_t, uint32_t lane, uint32_t column) {
+    uint32_t columns = a.packed() ? 2 : 1;
+    tensor_memory(*w.cta).note_read(tensor_place(*w.cta, lane, column, columns), columns * 4, actor);
+  });
+  const int32_t* numbers = w.program->lists.data() + in.list + in.n;
+  for (int i = 0; i < in.n; ++i) {
+    if (numbers[i] < 0) continue;
+    w.in_flight[static_cast<size_t>(numbers[i])] = kOwnedByLoad;
+    w.loading.push_back(numbers[i]);
+  }
+  w.in_flight_count = static_cast<int>(w.owned.size() + w.loading.size());
+  push(w, w.tensor_load, [&w, a] {
+    const int32_t* registers = w.program->lists.data() + a.in.list;
+    a.each([&](uint32_t l, uint32_t r, uint32_t lane, uint32_t column) {
+      const uint32_t* from = tensor_words(*w.cta, lane, column, a.packed() ? 2 : 1);
+      w.reg<uint32_t>(registers[r])[l] = a.packed() ? (from[0] & 0xffff) | from[1] << 16 : from[0];
+    });
+  });
+}
+
+void tensor_st(Warp& w, const Instr& in, uint32_t mask) {
+  if (!w.converged(kFullMask)) return;
+  Access a = access_of(w, in, mask);
+  Actor actor = pipeline_actor(w, w.tensor_store, "tcgen05.st");
+  const int32_t* registers = w.program->lists.data() + in.list;
+  std::vector<uint32_t> values(static_cast<size_t>(in.n) * kLanes);
+  a.each([&](uint32_t l, uint32_t r, uint32_t lane, uint32_t column) {
+    values[r * kLanes + l] = w.reg<uint32_t>(registers[r])[l];
+    uint32_t columns = a.packed() ? 2 : 1;
+    tensor_memory(*w.cta).note_write(tensor_place(*w.cta, lane, column, columns), columns * 4, actor);
+  });
+  push(w, w.tensor_store, [&w, a, values] {
+    a.each([&](uint32_t l, uint32_t r, uint32_t lane, uint32_t column) {
+      uint32_t v = values[r * kLanes + l];
+      uint32_t* to = tensor_words(*w.cta, lane, column, a.packed() ? 2 : 1);
+      to[0] = a.packed() ? v & 0xffff : v;
+      if (a.packed()) to[1] = v >> 16;
+    });
+  });
+}
+
+std::string describe_tensor_wait(const Warp& w) {
+  return format("%zu loads and %zu stores of tensor memory", w.tensor_load.operations.size(), w.tensor_store.operations.size());
+}
+
+// Whether a pipeline is empty; if so its completion is seen, else the warp waits and repeats its instruction.
+bool drained(Warp& w, Pipeline& p) {
+  if (!p.empty()) {
+    w.retry();
+    w.wait(describe_tensor_wait);
+    return false;
+  }
+  if (p.agent) w.clock.see(p.agent, p.mark++, true);
+  return true;
+}
+
+// in.kind: 0 loads, 1 stores
+void tensor_wait(Warp& w, const Instr& in, uint32_t) {
+  if (!w.converged(kFullMask)) return;
+  if (in.kind) drained(w, w.tensor_store);
+  else finish_tensor_loads(w);
+}
+
+// ---- mma ----
+// The instruction descriptor of kinds f16, tf32 and f8f6f4.
+struct MmaShape {
+  uint32_t m, n, k;
+  Element a, b;
+  bool half_d, negate_a, negate_b, a_mn, b_mn;
+};
+
+enum MmaKind { kind_f16, kind_tf32, kind_f8f6f4 };
+
+MmaShape decode_shape(uint32_t bits, int kind, bool two_ctas) {
+  auto require = [&](bool holds, const char* what) {
+    if (!holds) throw SimError(format("descriptor: instruction descriptor 0x%08x: %s", bits, what));
+  };
+  require((bits & (1u << 6 | 1u << 23 | 1u << 29)) == 0, "reserved bits are set");
+  require((bits & 7) == 0, "sparse operands are not modelled");
+  uint32_t d = bits >> 4 & 3, a = bits >> 7 & 7, b = bits >> 10 & 7;
+  auto element = [&](uint32_t code) {
+    if (kind == kind_tf32) { require(code == 2, "element type"); return Element::tf32; }
+    if (kind == kind_f16) { require(code <= 1, "element type"); return code ? Element::bf16 : Element::f16; }
+    require(code <= 1, "element types below 8 bits are not modelled");
+    return code ? Element::e5m2 : Element::e4m3;
+  };
+  MmaShape s;
+  s.a = element(a);
+  s.b = element(b);
+  require(kind != kind_f16 || s.a == s.b, "A and B of different types");
+  require(d == 1 || (d == 0 && kind != kind_tf32 && s.a != Element::bf16), "accumulator type");
+  s.half_d = d == 0;
+  s.negate_a = bits >> 13 & 1;
+  s.negate_b = bits >> 14 & 1;
+  s.a_mn = bits >> 15 & 1;
+  s.b_mn = bits >> 16 & 1;
+  s.n = (bits >> 17 & 63) * 8;
+  s.m = (bits >> 24 & 31) * 16;
+  s.k = 32 / element_bytes(s.a);
+  require(two_ctas ? s.m == 128 || s.m == 256 : s.m == 64 || s.m == 128, "M");
+  uint32_t step = two_ctas ? 32 : s.m == 64 ? 8 : 16;
+  require(s.n >= step && s.n <= 256 && s.n % step == 0, "N");
+  return s;
+}
+
+struct MmaOperation {
+  MmaShape shape;
+  bool two_ctas, a_in_tensor, accumulate;
+  uint32_t d, a_tensor;
+  uint64_t a, b;  // descriptors
+  float scale_d;
+  std::array<uint32_t, 8> disabled;
+  std::vector<Cta*> ctas;  // lower rank first
+  uint32_t rows() const { return shape.m / static_cast<uint32_t>(ctas.size()); }   // of A and D in one CTA
+  uint32_t columns() const { return shape.n / static_cast<uint32_t>(ctas.size()); }  // of B in one CTA
+
+  // Tensor lane and column, from D's address, of an element of a CTA's part of D.
+  void place(uint32_t row, uint32_t n, uint32_t* lane, uint32_t* column) const {
+    *lane = row;
+    *column = n;
+    if (rows() == 128) return;
+    if (two_ctas) {  // M 128 over two CTAs: the second half of the columns lies in the upper lanes
+      *lane = row + n / (shape.n / 2) * 64;
+      *column = n % (shape.n / 2);
+    } else {         // M 64: sixteen rows in each quarter
+      *lane = row / 16 * 32 + row % 16;
+    }
+  }
+  uint32_t a_lane(uint32_t row) const { return rows() == 128 || two_ctas ? row : row / 16 * 32 + row % 16; }
+  uint32_t words_of_a() const { return shape.k * element_bytes(shape.a) / 4; }
+  Tile tile_a(bool checked) const { return Tile(decode_tcgen05_descriptor(a, checked), shape.a, !shape.a_mn, rows(), shape.k); }
+  Tile tile_b(bool checked) const { return Tile(decode_tcgen05_descriptor(b, checked), shape.b, !shape.b_mn, columns(), shape.k); }
+};
+
+void perform(const MmaOperation& op, bool checked) {
+  const MmaShape& s = op.shape;
+  static thread_local std::vector<float> a, b, d;
+  b.resize(s.k * s.n);
+  for (size_t i = 0; i < op.ctas.size(); ++i) read_tile(*op.ctas[i], op.tile_b(checked), b.data() + i * op.columns(), 1, s.n, s.negate_b);
+  for (size_t i = 0; i < op.ctas.size(); ++i) {
+    Cta& cta = *op.ctas[i];
+    a.resize(op.rows() * s.k);
+    if (op.a_in_tensor) {
+      for (uint32_t row = 0; row < op.rows(); ++row) {
+        const uint32_t* words = tensor_words(cta, (op.a_tensor >> 16) + op.a_lane(row), op.a_tensor & 0xffff, op.words_of_a());
+        decode_elements(s.a, reinterpret_cast<const uint8_t*>(words), op.words_of_a() * 4, a.data() + row * s.k);
+      }
+      if (s.negate_a) for (float& v : a) v = -v;
+    } else {
+      read_tile(cta, op.tile_a(checked), a.data(), s.k, 1, s.negate_a);
+    }
+    d.assign(op.rows() * s.n, 0.0f);
+    auto word = [&](uint32_t row, uint32_t n) -> uint32_t* {
+      uint32_t lane, column;
+      op.place(row, n, &lane, &column);
+      return tensor_words(cta, (op.d >> 16) + lane, (op.d & 0xffff) + column, 1);
+    };
+    if (op.accumulate)
+      for (uint32_t row = 0; row < op.rows(); ++row)
+        for (uint32_t n = 0; n < s.n; ++n) {
+          uint32_t bits = *word(row, n);
+          d[row * s.n + n] = (s.half_d ? f16_to_float(static_cast<uint16_t>(bits)) : from_bits(bits)) * op.scale_d;
+        }
+    multiply(d.data(), a.data(), b.data(), op.rows(), s.n, s.k);
+    for (uint32_t row = 0; row < op.rows(); ++row)
+      for (uint32_t n = 0; n < s.n; ++n) {
+        uint32_t lane, column;
+        op.place(row, n, &lane, &column);
+        if (op.disabled[i * 4 + lane / 32] >> (lane % 32) & 1) continue;
+        float v = d[row * s.n + n];
+        *word(row, n) = s.half_d ? float_to_f16(v) : to_bits(v);
+      }
+  }
+}
+
+// CTAs of a group: this one, or this one and its peer.
+std::vector<Cta*> group_of(Warp& w, bool two) {
+  if (!two) return {w.cta};
+  auto& ctas = w.cta->cluster->ctas;
+  uint32_t even = w.cta->rank & ~1u;
+  if (even + 1 >= ctas.size()) throw SimError("cta_group::2 in a cluster without the peer CTA");
+  return {ctas[even].get(), ctas[even + 1].get()};
+}
+
+// Instr::kind of mma
+struct Kind {
+  static constexpr int two_ctas = 4, a_in_tensor = 8;
+  static int mma(int kind) { return kind & 3; }
+};
+
+// a[0] D, a[1] A, a[2] B, a[3] instruction descriptor, a[4] enable-input-d; in.imm scale-input-d; lists: disabled lanes
+void mma(Warp& w, const Instr& in, uint32_t mask) {
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    w.lane = l;
+    MmaOperation op;
+    op.two_ctas = in.kind & Kind::two_ctas;
+    op.shape = decode_shape(w.reg<uint32_t>(in.a[3])[l], Kind::mma(in.kind), op.two_ctas);
+    op.a_in_tensor = in.kind & Kind::a_in_tensor;
+    op.accumulate = w.pred(in.a[4]) >> l & 1;
+    op.d = w.reg<uint32_t>(in.a[0])[l] + static_cast<uint32_t>(in.size);
+    op.a_tensor = op.a_in_tensor ? w.reg<uint32_t>(in.a[1])[l] + static_cast<uint32_t>(in.a[5]) : 0;
+    op.a = op.a_in_tensor ? 0 : w.reg<uint64_t>(in.a[1])[l];
+    op.b = w.reg<uint64_t>(in.a[2])[l];
+    op.scale_d = 1.0f / static_cast<float>(1u << in.imm);
+    op.disabled.fill(0);
+    for (int i = 0; i < in.n; ++i) op.disabled[static_cast<size_t>(i)] = w.reg<uint32_t>(w.program->lists[static_cast<size_t>(in.list + i)])[l];
+    op.ctas = group_of(w, op.two_ctas);
+    bool checked = w.machine->checking(kDescriptor);
+    Actor actor = core_actor(w);
+    for (size_t i = 0; i < op.ctas.size(); ++i) {
+      Cta& cta = *op.ctas[i];
+      note_tile(cta, op.tile_b(checked), actor);
+      if (!op.a_in_tensor) note_tile(cta, op.tile_a(checked), actor);
+      TrackedMemory& tensor = tensor_memory(cta);
+      for (uint32_t row = 0; row < op.rows(); ++row) {
+        if (op.a_in_tensor)
+          tensor.note_read(tensor_place(cta, (op.a_tensor >> 16) + op.a_lane(row), op.a_tensor & 0xffff, op.words_of_a()), op.words_of_a() * 4, actor);
+        bool halves = op.two_ctas && op.rows() == 64;
+        for (uint32_t half = 0; half < (halves ? 2u : 1u); ++half) {
+          uint32_t lane, column, columns = halves ? op.shape.n / 2 : op.shape.n;
+          op.place(row, half * columns, &lane, &column);
+          if (op.disabled[i * 4 + lane / 32] >> (lane % 32) & 1) continue;
+          uint32_t address = tensor_place(cta, (op.d >> 16) + lane, (op.d & 0xffff) + column, columns);
+          if (op.accumulate) tensor.note_read(address, columns * 4, actor);
+          tensor.note_write(address, columns * 4, actor);
+        }
+      }
+    }
+    push(w, w.tensor_core, [op, checked] { perform(op, checked); });
+  }
+  w.lane = -1;
+}
+
+// ---- cp: shared memory to tensor memory ----
+// in.kind: rows | repeated every 32 lanes << 8 | two_ctas << 16; in.n: bytes of a row; a[0] address, a[1] descriptor
+void cp(Warp& w, const Instr& in, uint32_t mask) {
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    w.lane = l;
+    uint32_t rows = static_cast<uint32_t>(in.kind & 0xff), columns = static_cast<uint32_t>(in.n) / 4, to = w.reg<uint32_t>(in.a[0])[l] + static_cast<uint32_t>(in.size);
+    uint32_t copies = in.kind >> 8 & 1 ? 4 : 1;
+    Tile tile(decode_tcgen05_descriptor(w.reg<uint64_t>(in.a[1])[l], w.machine->checking(kDescriptor)), Element::e4m3, true, rows, static_cast<uint32_t>(in.n));
+    std::vector<Cta*> ctas = group_of(w, in.kind >> 16);
+    Actor actor = core_actor(w);
+    for (Cta* cta : ctas) {
+      note_tile(*cta, tile, actor);
+      for (uint32_t row = 0; row < rows; ++row)
+        for (uint32_t copy = 0; copy < copies; ++copy)
+          tensor_memory(*cta).note_write(tensor_place(*cta, (to >> 16) + row + 32 * copy, to & 0xffff, columns), columns * 4, actor);
+    }
+    push(w, w.tensor_core, [=] {
+      for (Cta* cta : ctas)
+        for (uint32_t row = 0; row < rows; ++row)
+          for (uint32_t copy = 0; copy < copies; ++copy) {
+            uint32_t* words = tensor_words(*cta, (to >> 16) + row + 32 * copy, to & 0xffff, columns);
+            for (uint32_t chunk = 0; chunk < tile.chunks; ++chunk) std::memcpy(words + 4 * chunk, cta->shared->at(tile.address(row, chunk), 16, 16), 16);
+          }
+    });
+  }
+  w.lane = -1;
+}
+
+// ---- commit ----
+// a[0] mbarrier, a[1] CTA mask or -1; in.kind: 1 = 64-bit address
+void commit(Warp& w, const Instr& in, uint32_t mask) {
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    w.lane = l;
+    uint64_t address = lane_address(w, in, in.a[0], in.kind & 1, l);
+    SharedPlace place = mbarrier_place(w, address, in.kind & 1 ? (address >= kSharedWindow ? Space::generic : Space::shared) : Space::shared);
+    std::vector<Mbarrier*> barriers;
+    if (in.a[1] >= 0) {
+      uint32_t ctas = w.reg<uint16_t>(in.a[1])[l];
+      for (auto& cta : w.cta->cluster->ctas)
+        if (ctas >> cta->rank & 1) barriers.push_back(&find_mbarrier(w, {cta.get(), place.address}));
+    } else {
+      barriers.push_back(&find_mbarrier(w, place));
+    }
+    Pipeline& p = w.tensor_core;
+    core_actor(w);
+    uint32_t mark = p.mark++;
+    Machine* machine = w.machine;
+    // What the operations relied on is complete when they are. What the thread itself wrote is not released by a commit.
+    Clock relied_on = w.clock;
+    relied_on.seen[w.agent] = 0;
+    push(w, p, [machine, barriers, place, relied_on, agent = p.agent, mark] {
+      for (Mbarrier* b : barriers) {
+        b->arriving.join(relied_on);
+        b->arriving.see(agent, mark, true);
+        arrive_asynchronously(*machine, *b, place.address);
+      }
+    });
+  }
+  w.lane = -1;
+}
+
+void nothing(Warp&, const Instr&, uint32_t) {}
+
+// ---- decoding ----
+bool take_group(Decoder& d) {
+  std::string g = d.take_one({"cta_group::1", "cta_group::2"});
+  if (g.empty()) d.fail("no cta_group");
+  return g.back() == '2';
+}
+
+void expect_collective(Decoder& d) {
+  if (!d.take("sync") || !d.take("aligned")) d.fail("without .sync.aligned");
+}
+
+// [address] of tensor memory; its constant offset goes to `offset`.
+Slot tensor_address(Decoder& d, const Operand& o, int32_t* offset) {
+  int bytes = 4;
+  Slot s = d.address(o, &bytes);
+  if (bytes != 4) d.fail("tensor memory addresses have 32 bits");
+  *offset = static_cast<int32_t>(d.in.imm);
+  d.in.imm = 0;
+  return s;
+}
+
+void decode_access(Decoder& d, bool load) {
+  expect_collective(d);
+  static const char* const shapes[] = {"32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"};
+  static const int per[] = {1, 1, 2, 4, 1};
+  int shape = -1;
+  for (int i = 0; i < 5; ++i)
+    if (d.take(shapes[i])) shape = i;
+  std::string count = d.take_one({"x1", "x2", "x4", "x8", "x16", "x32", "x64", "x128"});
+  if (shape < 0 || count.empty()) d.fail("unknown shape");
+  d.in.n = per[shape] * std::stoi(count.substr(1));
+  d.in.kind = shape | (d.take(load ? "pack::16b" : "unpack::16b") ? 1 << 8 : 0);
+  d.type();
+  size_t extra = shape == s16x32bx2;
+  d.expect(2 + extra, 2 + extra);
+  const Operand& data = d.operand(load ? 0 : 1 + extra);
+  d.in.a[0] = tensor_address(d, d.operand(load ? 1 : 0), &d.in.size);
+  if (extra) d.in.imm = d.immediate(load ? 2 : 1);
+  size_t n = data.kind == Operand::vector ? data.items.size() : 1;
+  if (static_cast<int>(n) != d.in.n) d.fail(format("%zu registers, not %d", n, d.in.n));
+  auto item = [&](size_t i) -> const Operand& { return data.kind == Operand::vector ? data.items[i] : data; };
+  for (size_t i = 0; i < n; ++i) d.list(load ? d.target(item(i), 4) : d.value(item(i), *find_type("b32")));
+  for (size_t i = 0; i < n; ++i) d.list(item(i).kind == Operand::reg ? item(i).index : -1);
+  d.in.fn = load ? tensor_ld : tensor_st;
+}
+
+void decode_mma(Decoder& d) {
+  if (take_group(d)) d.in.kind |= Kind::two_ctas;
+  std::string kind = d.take_one({"kind::f16", "kind::tf32", "kind::f8f6f4"});
+  if (kind.empty()) d.fail("unknown kind");
+  d.in.kind |= kind == "kind::f16" ? kind_f16 : kind == "kind::tf32" ? kind_tf32 : kind_f8f6f4;
+  d.take_one({"collector::a::fill", "collector::a::use", "collector::a::lastuse", "collector::a::discard"});
+  d.expect(5, 7);
+  d.in.a[0] = tensor_address(d, d.operand(0), &d.in.size);
+  if (d.operand(1).kind == Operand::address) {
+    d.in.kind |= Kind::a_in_tensor;
+    d.in.a[1] = tensor_address(d, d.operand(1), &d.in.a[5]);
+  } else {
+    d.in.a[1] = d.source_slot(1, *find_type("b64"));
+  }
+  d.in.a[2] = d.source_slot(2, *find_type("b64"));
+  d.in.a[3] = d.source_slot(3, *find_type("b32"));
+  size_t next = 4;
+  if (d.operand(next).kind == Operand::vector) {
+    const Operand& lanes = d.operand(next++);
+    if (lanes.items.size() != (d.in.kind & Kind::two_ctas ? 8u : 4u)) d.fail("size of the disabled lanes' mask");
+    d.in.n = static_cast<int>(lanes.items.size());
+    for (const Operand& o : lanes.items) d.list(d.value(o, *find_type("b32")));
+  }
+  d.in.a[4] = d.predicate(next++);
+  if (next < d.count()) {
+    d.in.imm = d.immediate(next++);
+    if (d.in.imm > 15) d.fail("scale-input-d above 15");
+  }
+  d.expect(next, next);
+  d.in.fn = mma;
+}
+
+void decode_tcgen05(Decoder& d) {
+  const std::string op = d.source->opcode.size() > 1 ? d.source->opcode[1] : "";
+  if (!d.take(op.c_str())) d.fail("unknown form");
+  const Type& b32 = *find_type("b32");
+  if (op == "alloc") {
+    take_group(d);
+    expect_collective(d);
+    take_space(d);
+    d.type();
+    d.expect(2, 2);
+    int bytes = 0;
+    d.in.a[0] = d.address(d.operand(0), &bytes);
+    d.in.kind = bytes == 8;
+    d.in.a[1] = d.source_slot(1, b32);
+    d.in.fn = alloc;
+  } else if (op == "dealloc") {
+    take_group(d);
+    expect_collective(d);
+    d.type();
+    d.expect(2, 2);
+    d.in.a[0] = d.source_slot(0, b32);
+    d.in.a[1] = d.source_slot(1, b32);
+    d.in.fn = dealloc;
+  } else if (op == "relinquish_alloc_permit") {
+    take_group(d);
+    expect_collective(d);
+    d.in.fn = relinquish;
+  } else if (op == "ld" || op == "st") {
+    decode_access(d, op == "ld");
+  } else if (op == "wait::ld" || op == "wait::st") {
+    expect_collective(d);
+    d.in.kind = op == "wait::st";
+    d.in.fn = tensor_wait;
+  } else if (op == "fence::before_thread_sync" || op == "fence::after_thread_sync") {
+    d.in.fn = nothing;
+  } else if (op == "mma") {
+    decode_mma(d);
+  } else if (op == "cp") {
+    int two = take_group(d);
+    std::string shape = d.take_one({"128x256b", "128x128b", "4x256b", "32x128b"});
+    if (shape.empty()) d.fail("unknown shape");
+    bool repeated = d.take("warpx4");
+    if (repeated != (shape == "32x128b")) d.fail("unknown form");
+    int rows = std::stoi(shape);
+    d.in.kind = rows | repeated << 8 | two << 16;
+    d.in.n = shape.find("256b") != std::string::npos ? 32 : 16;
+    d.expect(2, 2);
+    d.in.a[0] = tensor_address(d, d.operand(0), &d.in.size);
+    d.in.a[1] = d.source_slot(1, *find_type("b64"));
+    d.in.fn = cp;
+  } else if (op == "commit") {
+    take_group(d);
+    if (!d.take("mbarrier::arrive::one")) d.fail("unknown completion mechanism");
+    bool multicast = d.take("multicast::cluster");
+    take_space(d);
+    d.type();
+    d.expect(multicast ? 2 : 1, multicast ? 2 : 1);
+    int bytes = 0;
+    d.in.a[0] = d.address(d.operand(0), &bytes);
+    d.in.kind = bytes == 8;
+    if (multicast) d.in.a[1] = d.source_slot(1, *find_type("u16"));
+    d.in.fn = commit;
+  } else {
+    d.fail("unknown tcgen05 operation");
+  }
+}
+
+}  // namespace
+
+bool finish_tensor_loads(Warp& w) {
+  if (!drained(w, w.tensor_load)) return false;
+  for (int32_t number : w.loading) w.in_flight[static_cast<size_t>(number)] = 0;
+  w.loading.clear();
+  w.in_flight_count = static_cast<int>(w.owned.size());
+  return true;
+}
+
+void Warp::wake_from_tensor_wait() {
+  if (describe_wait == describe_tensor_wait && status == waiting) wake();
+}
+
+void check_tensor_memory_freed(Cta& cta) {
+  const Machine& machine = *cta.cluster->machine;
+  if (!machine.checking(kTensorLeak)) return;
+  for (uint32_t u = 0; u < kTensorColumns / kAllocationColumns; ++u)
+    if (cta.tensor->allocated[u] > 1) throw SimError(format("tensor_leak: the CTA ends with %u columns of tensor memory allocated at column %u", cta.tensor->allocated[u], u * kAllocationColumns));
+}
+
+void register_tcgen05(OpcodeTable& table) { table["tcgen05"] = decode_tcgen05; }
+
+}  // namespace ptxsim

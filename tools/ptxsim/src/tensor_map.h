@@ -1,0 +1,38 @@
+// The simulator's tensor maps: 128 bytes, as the hardware's, but in a format of its own.
+#pragma once
+
+#include "common.h"
+
+namespace ptxsim {
+
+struct TensorMap {
+  static constexpr uint64_t kMagic = 0x70616d6d69737870ull;  // "pxsimmap"
+  uint64_t magic;
+  uint64_t address;
+  uint64_t strides[4];   // bytes, of dimensions 1 and up
+  uint32_t last[5];      // extent - 1
+  uint16_t box[5];
+  uint8_t type;          // CUtensorMapDataType
+  uint8_t rank;
+  uint8_t swizzle;       // CUtensorMapSwizzle
+  uint8_t nan_fill;
+  uint8_t element_bytes;
+  uint8_t reserved[128 - 8 - 8 - 32 - 20 - 10 - 5];
+};
+static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
+
+// What cuTensorMapEncodeTiled does: the arguments mean the same and obey the same rules. Throws SimError at a broken one.
+TensorMap encode_tiled(int type, int rank, uint64_t address, const uint64_t* extents, const uint64_t* strides,
+                       const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int oob_fill);
+
+// Where byte `address` of shared memory lies under a swizzle mode: 16-byte chunks trade places within 128-byte lines.
+inline uint32_t swizzle_address(uint32_t address, int swizzle) {
+  switch (swizzle) {
+    case 1: return address ^ (address >> 7 & 1) << 4;
+    case 2: return address ^ (address >> 7 & 3) << 4;
+    case 3: return address ^ (address >> 7 & 7) << 4;
+    default: return address;
+  }
+}
+
+}  // namespace ptxsim

@@ -1,0 +1,275 @@
+// wgmma.mma_async and its fence, commit and wait.
+#include "wgmma.h"
+
+#include "decode.h"
+#include "numeric.h"
+#include "smem_matrix.h"
+#include "tcgen05.h"
+
+namespace ptxsim {
+namespace {
+
+const Format* const kFormats[] = {&kF16, &kBf16, &kE4m3, &kE5m2};
+
+// Instr::kind of wgmma.mma_async
+struct Kind {
+  static constexpr int format_b = 4, a_registers = 1 << 8, negate_a = 1 << 9, negate_b = 1 << 10, trans_a = 1 << 11, trans_b = 1 << 12, half = 1 << 13;
+  static const Format& a(int kind) { return *kFormats[kind & 15]; }
+  static bool wide(int kind) { return (kind & 15) < 2; }  // 16-bit elements
+};
+// Slots: a[0] descriptor of A, a[1] of B, a[2] scale-d; in.n: N; lists: D registers, A registers, then their numbers.
+
+uint32_t accumulator_registers(const Instr& in) { return static_cast<uint32_t>(in.n) / (in.kind & Kind::half ? 4 : 2); }
+
+Warpgroup& warpgroup_of(Warp& w) {
+  Warpgroup& g = *w.cta->warpgroups[static_cast<size_t>(w.index / 4)];
+  if (!g.warps[0]) {
+    size_t first = static_cast<size_t>(w.index / 4 * 4);
+    if (first + 4 > w.cta->warps.size()) throw SimError("wgmma in a warpgroup of less than four warps");
+    for (size_t i = 0; i < 4; ++i) g.warps[i] = w.cta->warps[first + i].get();
+    g.agent = w.cta->cluster->agents.add(format("wgmma groups of warpgroup %d", w.index / 4), true);
+  }
+  return g;
+}
+
+constexpr Element kElements[] = {Element::f16, Element::bf16, Element::e4m3, Element::e5m2};
+
+Tile tile_of(const Warp& w, const Instr& in, uint64_t bits, bool a) {
+  uint32_t extent = a ? 64 : static_cast<uint32_t>(in.n), k = Kind::wide(in.kind) ? 16 : 32;
+  bool k_major = !(in.kind & (a ? Kind::trans_a : Kind::trans_b));
+  Element element = kElements[a ? in.kind & 15 : in.kind >> Kind::format_b & 15];
+  return Tile(decode_wgmma_descriptor(bits, w.machine->checking(kDescriptor)), element, k_major, extent, k);
+}
+
+void read_a_registers(Warpgroup& g, const Instr& in, float* a, uint32_t k) {
+  bool wide = Kind::wide(in.kind);
+  const Format& f = Kind::a(in.kind);
+  int width = wide ? 16 : 8, per = 32 / width;
+  for (uint32_t warp = 0; warp < 4; ++warp) {
+    Warp& w = *g.warps[warp];
+    const int32_t* registers = w.program->lists.data() + in.list + accumulator_registers(in);
+    for (int l = 0; l < kLanes; ++l)
+      for (int r = 0; r < 4; ++r)
+        for (int e = 0; e < per; ++e) {
+          uint32_t bits = w.reg<uint32_t>(registers[r])[l] >> (width * e) & ((1u << width) - 1);
+          uint32_t row = warp * 16 + static_cast<uint32_t>(l / 4 + 8 * (r & 1));
+          uint32_t column = static_cast<uint32_t>(l % 4 * per + e + (r >> 1) * 4 * per);
+          float v = decode(f, bits);
+          a[row * k + column] = in.kind & Kind::negate_a ? -v : v;
+        }
+  }
+}
+
+// Register i of a lane holds row l / 4 (+ 8) and column 8 * (i / 4) + 2 * (l % 4) + (i & 1) of its warp's 16 rows.
+template <class F>
+void for_each_accumulator(Warpgroup& g, const Instr& in, F f) {
+  uint32_t n = static_cast<uint32_t>(in.n);
+  for (uint32_t warp = 0; warp < 4; ++warp) {
+    Warp& w = *g.warps[warp];
+    const int32_t* registers = w.program->lists.data() + in.list;
+    for (uint32_t i = 0; i < n / 2; ++i)
+      for (uint32_t l = 0; l < kLanes; ++l) {
+        uint32_t at = (warp * 16 + l / 4 + 8 * (i >> 1 & 1)) * n + 8 * (i / 4) + 2 * (l % 4) + (i & 1);
+        if (in.kind & Kind::half) f(at, static_cast<float*>(nullptr), &w.reg<uint16_t>(registers[i / 2])[2 * l + (i & 1)]);
+        else f(at, &w.reg<float>(registers[i])[l], static_cast<uint16_t*>(nullptr));
+      }
+  }
+}
+
+void perform(Warpgroup& g, const WgmmaOperation& op) {
+  const Instr& in = *op.in;
+  uint32_t n = static_cast<uint32_t>(in.n), k = Kind::wide(in.kind) ? 16 : 32;
+  Warp& w = *g.warps[0];
+  static thread_local std::vector<float> a, b, d;
+  a.resize(64 * k);
+  b.resize(k * n);
+  d.assign(64 * n, 0.0f);
+  if (in.kind & Kind::a_registers) read_a_registers(g, in, a.data(), k);
+  else read_tile(*w.cta, tile_of(w, in, op.a, true), a.data(), k, 1, in.kind & Kind::negate_a);
+  read_tile(*w.cta, tile_of(w, in, op.b, false), b.data(), 1, n, in.kind & Kind::negate_b);
+  if (op.accumulate)
+    for_each_accumulator(g, in, [&](uint32_t at, float* f, uint16_t* h) { d[at] = f ? *f : f16_to_float(*h); });
+  multiply(d.data(), a.data(), b.data(), 64, n, k);
+  for_each_accumulator(g, in, [&](uint32_t at, float* f, uint16_t* h) {
+    if (f) *f = d[at];
+    else *h = float_to_f16(d[at]);
+  });
+}
+
+std::string describe_wgmma(const Warp& w) {
+  return format("wgmma groups (%zu have not taken effect; all four warps must issue them)", w.wgmma.outstanding.size());
+}
+
+// Hands the first operation to the scheduler once all four warps have issued it.
+void schedule(Warpgroup& g) {
+  if (g.scheduled || g.operations.empty() || g.operations.front().arrived < 4) return;
+  g.scheduled = true;
+  Warpgroup* group = &g;
+  g.warps[0]->machine->issue(*g.warps[0], [group] {
+    WgmmaOperation op = group->operations.front();
+    group->operations.pop_front();
+    ++group->finished;
+    group->scheduled = false;
+    perform(*group, op);
+    for (Warp* w : group->warps) {
+      w->wgmma.finished(op.mark);
+      if (w->describe_wait == describe_wgmma && w->status == Warp::waiting) w->wake();
+    }
+    schedule(*group);
+  });
+}
+
+void own_registers(Warp& w, const Instr& in, uint32_t mark) {
+  uint32_t registers = accumulator_registers(in) + (in.kind & Kind::a_registers ? 4 : 0);
+  const int32_t* numbers = w.program->lists.data() + in.list + registers;
+  for (uint32_t i = 0; i < registers; ++i) {
+    if (numbers[i] < 0) continue;
+    w.in_flight[static_cast<size_t>(numbers[i])] = kOwnedByWgmma;
+    w.owned.emplace_back(mark, numbers[i]);
+  }
+  w.in_flight_count = static_cast<int>(w.owned.size() + w.loading.size());
+}
+
+void mma_async(Warp& w, const Instr& in, uint32_t) {
+  if (!w.converged(kFullMask)) return;
+  Warpgroup& g = warpgroup_of(w);
+  if (!w.wgmma_fenced && w.machine->checking(kInFlightRegisters))
+    throw SimError("in_flight_registers: no wgmma.fence between this wgmma and what the warp did to its registers before");
+  size_t rank = static_cast<size_t>(w.index % 4);
+  uint64_t number = g.issued[rank]++;
+  uint64_t a = in.kind & Kind::a_registers ? 0 : w.reg<uint64_t>(in.a[0])[0], b = w.reg<uint64_t>(in.a[1])[0];
+  bool accumulate = w.pred(in.a[2]) & 1;
+  w.wgmma.agent = g.agent;
+  if (number - g.finished == g.operations.size()) g.operations.push_back({&in, a, b, accumulate, 0, w.wgmma.mark});
+  WgmmaOperation& op = g.operations[number - g.finished];
+  if (op.in != &in || op.a != a || op.b != b || op.accumulate != accumulate || op.mark != w.wgmma.mark)
+    throw SimError("convergence: the warps of a warpgroup issue different wgmma operations");
+  Actor actor{epoch(g.agent, op.mark), &w.clock, true, false, w.line()};
+  if (!(in.kind & Kind::a_registers)) note_tile(*w.cta, tile_of(w, in, a, true), actor);
+  note_tile(*w.cta, tile_of(w, in, b, false), actor);
+  ++w.wgmma.outstanding[op.mark];
+  if (w.machine->checking(kInFlightRegisters)) own_registers(w, in, op.mark);
+  ++op.arrived;
+  ++w.machine->progress;
+  schedule(g);
+}
+
+void mma_fence(Warp& w, const Instr&, uint32_t) {
+  if (w.converged(kFullMask)) w.wgmma_fenced = true;
+}
+
+void commit_group(Warp& w, const Instr&, uint32_t) {
+  if (w.converged(kFullMask)) w.wgmma.commit();
+}
+
+void wait_group(Warp& w, const Instr& in, uint32_t) {
+  if (!w.converged(kFullMask)) return;
+  uint32_t mark = w.wgmma.covered(in.imm);
+  if (!w.wgmma.done(mark)) {
+    w.retry();
+    w.wait(describe_wgmma);
+    return;
+  }
+  if (!mark) return;
+  w.wgmma_fenced = false;
+  w.clock.see(w.wgmma.agent, mark, true);
+  // A register may belong to several operations: it is free when none of them is outstanding.
+  std::vector<std::pair<uint32_t, int32_t>> still;
+  for (auto& o : w.owned) {
+    if (o.first <= mark) w.in_flight[static_cast<size_t>(o.second)] = 0;
+    else still.push_back(o);
+  }
+  w.owned.swap(still);
+  for (auto& o : w.owned) w.in_flight[static_cast<size_t>(o.second)] = kOwnedByWgmma;
+  w.in_flight_count = static_cast<int>(w.owned.size() + w.loading.size());
+}
+
+void decode_mma(Decoder& d) {
+  const auto& op = d.source->opcode;  // ... m64nNkK . dtype . atype . btype
+  std::string shape;
+  for (const std::string& m : op)
+    if (m.compare(0, 4, "m64n") == 0) shape = m;
+  if (shape.empty()) d.fail("unknown matrix shape");
+  d.take(shape.c_str());
+  int n = 0, k = 0;
+  if (std::sscanf(shape.c_str(), "m64n%dk%d", &n, &k) != 2 || n < 8 || n > 256 || n % 8) d.fail("unknown matrix shape");
+  if (!d.take("sync") || !d.take("aligned")) d.fail("without .sync.aligned");
+  std::string types[3];
+  for (size_t i = 0; i < 3; ++i) {
+    types[i] = op[op.size() - 3 + i];
+    d.take(types[i].c_str());
+  }
+  static const char* const names[] = {"f16", "bf16", "e4m3", "e5m2"};
+  int fa = -1, fb = -1;
+  for (int i = 0; i < 4; ++i) {
+    if (types[1] == names[i]) fa = i;
+    if (types[2] == names[i]) fb = i;
+  }
+  if (fa < 0 || fb < 0 || (fa < 2 && fa != fb) || (fa >= 2) != (fb >= 2)) d.fail("unknown element types");
+  if (k != (fa < 2 ? 16 : 32)) d.fail("unknown matrix shape");
+  if (types[0] != "f32" && !(types[0] == "f16" && fa != 1)) d.fail("accumulators of type ." + types[0]);
+  d.in.n = n;
+  d.in.kind = fa | fb << Kind::format_b | (types[0] == "f16" ? Kind::half : 0);
+  const Operand& accumulators = d.operand(0);
+  const Operand& a = d.operand(1);
+  bool a_registers = a.kind == Operand::vector;
+  if (a_registers) d.in.kind |= Kind::a_registers;
+  if (accumulators.kind != Operand::vector || accumulators.items.size() != accumulator_registers(d.in)) d.fail("number of accumulator registers");
+  if (a_registers && a.items.size() != 4) d.fail("number of registers of A");
+  const Type& b32 = *find_type("b32");
+  for (const Operand& o : accumulators.items) d.list(d.target(o, 4));
+  if (a_registers)
+    for (const Operand& o : a.items) d.list(d.value(o, b32));
+  for (const Operand& o : accumulators.items) d.list(o.index);
+  if (a_registers)
+    for (const Operand& o : a.items) d.list(o.kind == Operand::reg ? o.index : -1);
+  if (!a_registers) d.in.a[0] = d.source_slot(1, *find_type("b64"));
+  d.in.a[1] = d.source_slot(2, *find_type("b64"));
+  // scale-d, imm-scale-a, imm-scale-b, then for 16-bit elements imm-trans-a (A in shared memory), imm-trans-b
+  size_t transposes = fa < 2 ? (a_registers ? 1 : 2) : 0;
+  d.expect(6 + transposes, 6 + transposes);
+  d.in.a[2] = d.predicate(3);
+  auto scale = [&](size_t i) {
+    int64_t v = static_cast<int64_t>(d.immediate(i));
+    if (v != 1 && v != -1) d.fail("scale other than 1 and -1");
+    return v < 0;
+  };
+  if (scale(4)) d.in.kind |= Kind::negate_a;
+  if (scale(5)) d.in.kind |= Kind::negate_b;
+  auto transposed = [&](size_t i) {
+    uint64_t v = d.immediate(i);
+    if (v > 1) d.fail("transposition other than 0 and 1");
+    return v == 1;
+  };
+  if (transposes == 2 && transposed(6)) d.in.kind |= Kind::trans_a;
+  if (transposes && transposed(5 + transposes)) d.in.kind |= Kind::trans_b;
+  d.in.fn = mma_async;
+}
+
+}  // namespace
+
+bool registers_ready(Warp& w, const Instr& in) {
+  if (in.fn == mma_async) return true;  // operations of a warpgroup follow one another in order
+  const int32_t* uses = w.program->lists.data() + in.uses;
+  for (int i = 0; i < in.use_count; ++i) {
+    uint8_t owner = w.in_flight[static_cast<size_t>(uses[i])];
+    if (owner == kOwnedByLoad) return finish_tensor_loads(w);
+    if (owner)
+      throw SimError(format("in_flight_registers: %s belongs to a wgmma that was not waited for", w.program->function->registers[static_cast<size_t>(uses[i])].name.c_str()));
+  }
+  return true;
+}
+
+void register_wgmma(OpcodeTable& table) {
+  table["wgmma"] = [](Decoder& d) {
+    if (d.take("mma_async")) return decode_mma(d);
+    std::string op = d.take_one({"fence", "commit_group", "wait_group"});
+    if (op.empty()) d.fail("unknown wgmma operation");
+    if (!d.take("sync") || !d.take("aligned")) d.fail("without .sync.aligned");
+    d.expect(op == "wait_group", op == "wait_group");
+    if (op == "wait_group") d.in.imm = d.immediate(0);
+    d.in.fn = op == "fence" ? mma_fence : op == "commit_group" ? commit_group : wait_group;
+  };
+}
+
+}  // namespace ptxsim
