@@ -29,7 +29,7 @@ class BuildPy(build_py):
         from aot.configs import configurations
 
         archs = [arch.strip() for arch in os.environ.get("SPARSE_AOT_BUILD_ARCHS", "").split(",") if arch.strip()]
-        selected = select(configurations(), archs, os.environ.get("SPARSE_AOT_BUILD_ONLY", "*"))
+        selected = select(configurations(), archs, os.environ.get("SPARSE_AOT_BUILD_ONLY") or "*")
         out = ROOT / "cubins" if self.editable_mode else Path(self.build_lib, "sparse_aot", "cubins")
         print(f"cubins: {build(selected, out)}")
 

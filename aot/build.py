@@ -20,12 +20,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from aot import cache
 from aot.compile import Compiled, CompileError, compile_configuration, isolate
 from aot.configs import ARCHS, Configuration
-from aot.cubin import read_cubin
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_OUT = ROOT / "cubins"
@@ -86,6 +83,8 @@ def build(
     build left there besides. Raises BuildError, leaving ``out`` as it was, if a configuration does not compile,
     spills registers without a reason, or needs more shared memory than its architecture has.
     """
+    if jobs is not None and jobs < 1:
+        raise BuildError(f"jobs: expected at least 1, got {jobs}")
     store = cache.Cache(cache_directory or cache.default_directory())
     keys = {configuration.path: cache.key(configuration) for configuration in configurations}
     done = {path: entry for path, key in keys.items() if (entry := store.load(key))}
@@ -121,6 +120,8 @@ def _compile(
     """Compile in worker processes and yield the results as they come, under a progress bar."""
     if not configurations:
         return
+    from tqdm import tqdm  # a build requirement; listing the configurations needs none
+
     workers = ProcessPoolExecutor(
         max_workers=min(jobs, len(configurations)),
         mp_context=multiprocessing.get_context("spawn"),
@@ -145,6 +146,8 @@ def _compile(
 
 def _manifest_entry(configuration: Configuration, compiled: Compiled) -> dict[str, Any]:
     """The configuration's manifest entry; ValueError where the cubin breaks a rule or contradicts the kernel class."""
+    from aot.cubin import read_cubin  # needs a build requirement too
+
     launch = compiled.launch
     cubin = read_cubin(compiled.cubin)
 
@@ -179,6 +182,7 @@ def _manifest_entry(configuration: Configuration, compiled: Compiled) -> dict[st
         "spill_bytes": cubin.stack_bytes,
         "work_per_cta": launch["work_per_cta"],
         "pdl": launch["pdl"],
+        "walks": launch["walks"],
     }
 
 

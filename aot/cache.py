@@ -127,7 +127,7 @@ class Cache:
             compiled = Compiled(
                 (entry / "kernel.cubin").read_bytes(), (entry / "kernel.ptx").read_bytes(), record["launch"]
             )
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return compiled if record["checksum"] == _checksum(compiled) else None
 
@@ -144,6 +144,9 @@ class Cache:
             if self.load(key) is None:
                 shutil.rmtree(entry, ignore_errors=True)
                 new.rename(entry)
+        except OSError:
+            if self.load(key) is None:  # else another build has been quicker
+                raise
         finally:
             shutil.rmtree(new, ignore_errors=True)
 

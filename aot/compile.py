@@ -61,6 +61,7 @@ def _launch(kernel: Kernel) -> dict[str, Any]:
         "smem_bytes": kernel.smem_bytes,
         "work_per_cta": kernel.work_per_cta,
         "pdl": kernel.pdl,
+        "walks": kernel.walks,
     }
 
 

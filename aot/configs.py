@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 Scalar = str | int | float | bool
 
@@ -57,26 +58,27 @@ def configurations() -> list[Configuration]:
     return [*_forward(), *_combine(), *_csr_and_schedule()]
 
 
+_FORWARD = {"sm_90a": "aot.kernels.sm90_fwd:ForwardSm90", "sm_100f": "aot.kernels.sm100_fwd:ForwardSm100"}
+
+
 def _forward() -> Iterator[Configuration]:
-    for g in HEADS_PER_KV:
-        for partial in PARTIAL_DTYPES:
-            for temperature in (False, True):
-                yield Configuration(
-                    operation="fwd",
-                    arch="sm_90a",
-                    name=f"fwd-bf16-g{g}-p{DTYPE_TAGS[partial]}" + ("-temperature" if temperature else ""),
-                    options={
-                        "q": "bfloat16",
-                        "kv": "bfloat16",
-                        "qk": "bfloat16",
-                        "pv": "bfloat16",
-                        "g": g,
-                        "partial": partial,
-                        "temperature": temperature,
-                    },
-                    factory="aot.kernels.sm90_fwd:ForwardSm90",
-                    arguments={"g": g, "partial": partial, "temperature": temperature},
-                )
+    for arch, g, partial, temperature in product(ARCHS, HEADS_PER_KV, PARTIAL_DTYPES, (False, True)):
+        yield Configuration(
+            operation="fwd",
+            arch=arch,
+            name=f"fwd-bf16-g{g}-p{DTYPE_TAGS[partial]}" + ("-temperature" if temperature else ""),
+            options={
+                "q": "bfloat16",
+                "kv": "bfloat16",
+                "qk": "bfloat16",
+                "pv": "bfloat16",
+                "g": g,
+                "partial": partial,
+                "temperature": temperature,
+            },
+            factory=_FORWARD[arch],
+            arguments={"g": g, "partial": partial, "temperature": temperature},
+        )
 
 
 def _combine() -> Iterator[Configuration]:
@@ -100,6 +102,7 @@ _CSR_AND_SCHEDULE = {
     "csr_row_ptr": ("aot.kernels.smxx_csr:CsrRowPtr", False),
     "csr_collect": ("aot.kernels.smxx_csr:CsrCollect", False),
     "csr_split": ("aot.kernels.smxx_csr:CsrSplit", True),
+    "walk_plan": ("aot.kernels.smxx_walk:WalkPlan", False),
     "radix_count": ("aot.kernels.smxx_sort:RadixCount", False),
     "radix_scan": ("aot.kernels.smxx_sort:RadixScan", False),
     "radix_scatter": ("aot.kernels.smxx_sort:RadixScatter", False),

@@ -1,6 +1,5 @@
 """Block-sparse attention, prefill: validation, workspace and the launches of one call (forward, combine)."""
 
-import operator
 import os
 
 from cuda.bindings cimport cydriver
@@ -24,11 +23,14 @@ from sparse_aot._dlpack cimport (
     check_rank,
     check_writable,
     dtype_name,
+    integer,
     open_call,
 )
+from sparse_aot._csr_host cimport WALK_ROWS
 from sparse_aot._driver cimport check, is_capturing
 from sparse_aot._schedule cimport Schedule
 
+from sparse_aot._csr import prepare_sparse_fwd_schedule_and_split
 from sparse_aot._validate import validate_attention
 
 
@@ -65,11 +67,21 @@ register_signature(
         ("cu_seqlens_k", "pointer"),
         ("seqused_k", "pointer"),
         ("page_table", "pointer"),
+        ("walk_blocks", "pointer"),
+        ("walk_counts", "pointer"),
+        ("walk_totals", "pointer"),
         ("partial_out", "pointer"),
         ("partial_lse", "pointer"),
         ("partial_lse_temperature", "pointer"),
+        ("out", "pointer"),
+        ("lse", "pointer"),
+        ("lse_temperature", "pointer"),
         ("q_stride_token", "int64"),
         ("q_stride_head", "int64"),
+        ("out_stride_token", "int64"),
+        ("out_stride_head", "int64"),
+        ("lse_stride_token", "int64"),
+        ("lse_stride_head", "int64"),
         ("page_table_stride", "int64"),
         ("max_pages", "int32"),
         ("batch", "int32"),
@@ -91,6 +103,7 @@ register_signature(
         ("partial_lse_temperature", "pointer"),
         ("split_counts", "pointer"),
         ("split_entries", "pointer"),
+        ("walk_totals", "pointer"),
         ("out", "pointer"),
         ("lse", "pointer"),
         ("lse_temperature", "pointer"),
@@ -171,25 +184,16 @@ cdef str _partial_dtype(object partial_dtype):
     return name
 
 
-cdef int64_t _integer(str name, object value, int64_t low, int64_t high) except? -1:
-    if not isinstance(value, int):
-        try:
-            value = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
-    if not low <= value <= high:
-        raise ValueError(f"{name}: expected an int from {low} to {high}, got {value}")
-    return value
-
-
 cdef float _positive(str name, object value) except? -1:
-    cdef double number
+    cdef float number
     try:
         number = value
+    except OverflowError:
+        number = float("inf")
     except TypeError:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
-    if not (isfinite(number) and number > 0.0):
-        raise ValueError(f"{name}: expected a positive finite number, got {number}")
+    if not (isfinite(number) and number > 0.0):  # as the kernels get it: in float32
+        raise ValueError(f"{name}: expected a positive finite number, got {value}")
     return number
 
 
@@ -366,8 +370,6 @@ cdef Schedule _make_schedule(
     object max_seqlen_q, object stream,
 ):
     """The schedule of a call that was given none."""
-    from sparse_aot._csr import prepare_sparse_fwd_schedule_and_split
-
     cdef int64_t[2] counts_shape = [p.total_q, p.head_kv]
     if not call.ordered and is_capturing(call.stream):
         raise ValueError(
@@ -459,6 +461,17 @@ cdef inline size_t _aligned(size_t n_bytes) noexcept:
     return (n_bytes + WORKSPACE_ALIGNMENT - 1) // WORKSPACE_ALIGNMENT * WORKSPACE_ALIGNMENT
 
 
+cdef bint _plan_fits(const Problem* p, Schedule schedule) noexcept:
+    """Whether the schedule has a walk plan for groups of G heads a token; one made for another G is not used."""
+    cdef int64_t tokens_per_group = WALK_ROWS // p.g
+    cdef int64_t groups = (p.total_q + tokens_per_group - 1) // tokens_per_group
+    return (
+        schedule.walk_totals_view.data is not NULL
+        and schedule.walk_counts_view.shape[1] == groups
+        and schedule.walk_blocks_view.shape[3] == 2 + (tokens_per_group + 31) // 32
+    )
+
+
 cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partial) except -1:
     cdef bint temperature = p.lse_temperature.data is not NULL
     # Without a key, or without a selected block, there is nothing to compute: combine sees split counts of 0.
@@ -483,7 +496,8 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
     cdef int32_t max_pages = p.page_table.shape[1]
     cdef int32_t total_rows = p.row_ptr.shape[1] - 1
     cdef int32_t work_capacity = schedule.work_capacity
-    cdef (void*)[29] forward_params = [
+    cdef void* walk_totals = NULL  # no walk
+    cdef (void*)[39] forward_params = [
         &q_map,
         &k_map,
         &v_map,
@@ -497,11 +511,21 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
         &p.cu_seqlens_k.data,
         &p.seqused_k.data,
         &p.page_table.data,
+        &schedule.walk_blocks_view.data,
+        &schedule.walk_counts_view.data,
+        &walk_totals,
         &partial_out,
         &partial_lse,
         &partial_lse_temperature,
+        &p.out.data,
+        &p.lse.data,
+        &p.lse_temperature.data,
         &p.q.strides[0],
         &p.q.strides[1],
+        &p.out.strides[0],
+        &p.out.strides[1],
+        &p.lse.strides[0],
+        &p.lse.strides[1],
         &page_table_stride,
         &max_pages,
         &p.batch,
@@ -514,12 +538,13 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
         &p.softmax_scale,
         &p.lse_temperature_scale,
     ]
-    cdef (void*)[15] combine_params = [
+    cdef (void*)[16] combine_params = [
         &partial_out,
         &partial_lse,
         &partial_lse_temperature,
         &schedule.split_counts_view.data,
         &schedule.split_entries_view.data,
+        &walk_totals,
         &p.out.data,
         &p.lse.data,
         &p.lse_temperature.data,
@@ -540,6 +565,8 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
         _encode_queries(&q_map, &forward.maps[0], p)
         _encode_keys(&k_map, &forward.maps[1], &p.k, "k")
         _encode_keys(&v_map, &forward.maps[2], &p.v, "v")
+        if forward.walks and _plan_fits(p, schedule):
+            walk_totals = schedule.walk_totals_view.data
     with nogil:
         if has_work:
             memset_result = cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>work_counter, 0, 1, call.stream)
@@ -596,9 +623,9 @@ def sparse_atten_func(
     visible to query ``i`` if ``j < len_k`` and, when ``causal``, ``j <= i + len_k - len_q``. A row that sees nothing
     gives out 0 and lse -inf.
 
-    Arrays are any objects on one CUDA device that speak DLPack. Nothing is read back from the device: block numbers,
+    Arrays are any objects on one CUDA device that speak DLPack. Nothing is read back from the device: token numbers,
     page numbers and lengths that are out of range are ignored (``SPARSE_AOT_VALIDATE=1`` in the environment at import
-    makes them errors).
+    makes them errors). Forward only: results carry no gradient.
 
     Args:
         q: bfloat16 ``[total_q, Hq, 128]``, ``total_q < 2**24``; any 16-byte aligned strides, last dimension contiguous.
@@ -645,17 +672,17 @@ def sparse_atten_func(
     cdef Buffer new_lse = None
     cdef Buffer new_lse_temperature = None
     cdef bint wants_lse = return_softmax_lse or return_temperature_lse or lse is not None
-    cdef int n_topk = _integer("topk", topk, 1, 1 << 20)
+    cdef int n_topk = integer("topk", topk, 1, 1 << 20)
     memset(&p, 0, sizeof(p))
     cdef Call call = open_call("q", q, &p.q, stream)
     if call.device is None:
         raise NotImplementedError("q: attention runs on CUDA devices, got an array on the host")
     if n_topk not in TOPK:
         raise NotImplementedError(f"topk: got {n_topk}; supported: {', '.join(map(str, TOPK))}")
-    if _integer("blk_kv", blk_kv, 1, 1 << 20) != BLK_KV:
+    if integer("blk_kv", blk_kv, 1, 1 << 20) != BLK_KV:
         raise NotImplementedError(f"blk_kv: got {blk_kv}; supported: {BLK_KV}")
-    _integer("max_seqlen_q", max_seqlen_q, 0, 0x7FFFFFFF)
-    _integer("max_seqlen_k", max_seqlen_k, 0, 0x7FFFFFFF)
+    integer("max_seqlen_q", max_seqlen_q, 0, 0x7FFFFFFF)
+    integer("max_seqlen_k", max_seqlen_k, 0, 0x7FFFFFFF)
     if schedule is not None and not isinstance(schedule, Schedule):
         raise TypeError(f"schedule: expected a Schedule or None, got {type(schedule).__name__}")
     p.causal = bool(causal)

@@ -42,6 +42,7 @@ cdef class Kernel:
     cdef unsigned int smem_bytes
     cdef int64_t work_per_cta
     cdef bint pdl
+    cdef bint walks
     cdef MapFormat[MAX_TENSOR_MAPS] maps
 
     cdef unsigned int grid(self, int64_t work) noexcept nogil

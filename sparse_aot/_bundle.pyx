@@ -11,7 +11,8 @@ from cuda.bindings cimport cydriver
 from libc.stdint cimport uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from sparse_aot._driver cimport check, get_device
+from sparse_aot._dlpack cimport integer
+from sparse_aot._driver cimport check, get_device, initialise
 
 
 SCHEMA = 1
@@ -21,6 +22,15 @@ _TENSOR_MAP_DTYPES = {
     "float8e4m3fn": <int>cydriver.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     "uint8": <int>cydriver.CU_TENSOR_MAP_DATA_TYPE_UINT8,
 }
+# What is used of a manifest's objects, with the type of each value.
+_MANIFEST = {"package_version": str, "dsl_version": str, "configurations": list}
+_CONFIGURATION = {
+    "name": str, "arch": str, "operation": str, "options": dict, "file": str, "sha256": str, "size": int, "symbol": str,
+    "params": list, "threads": int, "smem_bytes": int, "work_per_cta": int, "pdl": bool,
+    "walks": bool,
+}
+_PARAM = {"name": str, "kind": str, "offset": int, "size": int}
+_TENSOR_MAP = {"dtype": str, "swizzle": int, "box": list}
 _SWIZZLES = {
     0: <int>cydriver.CU_TENSOR_MAP_SWIZZLE_NONE,
     32: <int>cydriver.CU_TENSOR_MAP_SWIZZLE_32B,
@@ -75,8 +85,19 @@ class Bundle:
             self.manifest = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise BundleError(f"{path}: not readable as a manifest: {error}") from error
-        if self.manifest.get("schema") != SCHEMA:
-            raise BundleError(f"{path}: expected manifest schema {SCHEMA}, got {self.manifest.get('schema')}")
+        schema = self.manifest.get("schema") if isinstance(self.manifest, dict) else None
+        if schema != SCHEMA:
+            raise BundleError(f"{path}: expected manifest schema {SCHEMA}, got {schema!r}")
+        _check_fields(path, self.manifest, _MANIFEST)
+        for number, entry in enumerate(self.configurations):
+            where = f"{path}: configuration {number}"
+            _check_fields(where, entry, _CONFIGURATION)
+            if not all(isinstance(value, (str, int, float)) for value in entry["options"].values()):
+                raise BundleError(f"{where}: expected options to be names and numbers, got {entry['options']!r}")
+            for param in entry["params"]:
+                _check_fields(f"{where}: parameter", param, _PARAM)
+                if param["kind"] == "tensor_map":
+                    _check_fields(f"{where}: tensor_map of {param['name']}", param.get("tensor_map"), _TENSOR_MAP)
         self._index = {
             _key(entry["arch"], entry["operation"], entry["options"]): entry for entry in self.configurations
         }
@@ -138,6 +159,28 @@ class Bundle:
         for got, want in itertools.zip_longest(found, expected):
             if got != want:
                 raise BundleError(f"{path}: parameter layout: the manifest has {got}, the launcher packs {want}")
+        for param in entry["params"]:
+            if param["kind"] == "tensor_map" and not _is_encodable(param["tensor_map"]):
+                raise BundleError(
+                    f"{path}: parameter {param['name']}: this launcher does not encode {param['tensor_map']}"
+                )
+
+
+def _check_fields(where, found, fields):
+    if not isinstance(found, dict):
+        raise BundleError(f"{where}: expected an object, got {found!r}")
+    for name, kind in fields.items():
+        if not isinstance(found.get(name), kind):
+            raise BundleError(f"{where}: expected {name} to be of type {kind.__name__}, got {found.get(name)!r}")
+
+
+def _is_encodable(described):
+    return (
+        described["dtype"] in _TENSOR_MAP_DTYPES
+        and described["swizzle"] in _SWIZZLES
+        and 1 <= len(described["box"]) <= MAX_TENSOR_RANK
+        and all(isinstance(extent, int) and 1 <= extent <= 256 for extent in described["box"])
+    )
 
 
 def _key(arch, operation, options):
@@ -192,13 +235,16 @@ def preload(device=None):
         The number of kernels loaded, those loaded before included.
 
     Raises:
+        TypeError, ValueError: ``device`` is not a number that a device can have.
         NotImplementedError: the bundle has no kernels for the device.
         BundleError: a cubin is damaged or its parameters are not what the launcher packs; the message names the file.
-        CudaError: the driver refused.
+        CudaError: the driver refused, or there is none.
     """
     cdef cydriver.CUcontext context = NULL
     cdef cydriver.CUdevice current = 0
-    check(cydriver.cuInit(0), "cuInit")
+    if device is not None:
+        integer("device", device, 0, 0x7FFFFFFF)
+    initialise()
     if device is None:
         check(cydriver.cuCtxGetCurrent(&context), "cuCtxGetCurrent")
         if context is not NULL:
@@ -234,13 +280,21 @@ cdef Kernel _load(object bundle, dict entry, Device device):
 cdef Kernel _load_verified(str path, dict entry, bytes cubin, Device device):
     cdef cydriver.CUmodule module
     cdef const char* image = cubin
+    where = f"{path} on {device!r}"
+    check(cydriver.cuModuleLoadData(&module, image), f"cuModuleLoadData of {where}")
+    try:
+        return _kernel_of(module, path, entry, device, where)
+    except BaseException:
+        cydriver.cuModuleUnload(module)
+        raise
+
+
+cdef Kernel _kernel_of(cydriver.CUmodule module, str path, dict entry, Device device, str where):
     cdef size_t offset = 0
     cdef size_t size = 0
     cdef size_t index
     cdef int n_maps = 0
     cdef Kernel kernel = Kernel.__new__(Kernel)
-    where = f"{path} on {device!r}"
-    check(cydriver.cuModuleLoadData(&module, image), f"cuModuleLoadData of {where}")
     symbol = entry["symbol"].encode()
     check(cydriver.cuModuleGetFunction(&kernel.function, module, symbol), f"cuModuleGetFunction of {where}")
     for index, param in enumerate(entry["params"]):
@@ -254,7 +308,7 @@ cdef Kernel _load_verified(str path, dict entry, bytes cubin, Device device):
                 f"has {param['size']} at {param['offset']}"
             )
         if param["kind"] == "tensor_map":
-            kernel.maps[n_maps] = _map_format(path, param)
+            kernel.maps[n_maps] = _map_format(param["tensor_map"])
             n_maps += 1
     if cydriver.cuFuncGetParamInfo(kernel.function, len(entry["params"]), &offset, &size) == cydriver.CUDA_SUCCESS:
         raise BundleError(f"{path}: the driver reports more parameters than the {len(entry['params'])} in the manifest")
@@ -264,6 +318,7 @@ cdef Kernel _load_verified(str path, dict entry, bytes cubin, Device device):
     kernel.smem_bytes = entry["smem_bytes"]
     kernel.work_per_cta = entry["work_per_cta"]
     kernel.pdl = entry["pdl"]
+    kernel.walks = entry["walks"]
     if kernel.smem_bytes:
         check(
             cydriver.cuFuncSetAttribute(
@@ -275,11 +330,8 @@ cdef Kernel _load_verified(str path, dict entry, bytes cubin, Device device):
     return kernel
 
 
-cdef MapFormat _map_format(str path, dict param) except *:
+cdef MapFormat _map_format(dict described) except *:
     cdef MapFormat format
-    described = param["tensor_map"]
-    if described["dtype"] not in _TENSOR_MAP_DTYPES or described["swizzle"] not in _SWIZZLES:
-        raise BundleError(f"{path}: parameter {param['name']}: this launcher does not encode {described}")
     format.dtype = _TENSOR_MAP_DTYPES[described["dtype"]]
     format.swizzle = _SWIZZLES[described["swizzle"]]
     format.rank = len(described["box"])

@@ -1,16 +1,17 @@
 """build_k2q_csr and prepare_sparse_fwd_schedule_and_split: host arrays go to compiled loops, CUDA arrays to kernels."""
 
-import operator
 import os
+import re
 
 from cuda.bindings cimport cydriver
 from libc.stdint cimport int32_t, int64_t, uintptr_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from sparse_aot._bundle cimport Kernel, get_kernel, register_signature
 from sparse_aot._csr_host cimport (
     BLOCK,
     TOKEN_BITS,
+    WALK_CAP,
     Arrays,
     Plan,
     Rows,
@@ -20,21 +21,26 @@ from sparse_aot._csr_host cimport (
     check_cu_seqlens,
     count_rows,
     fill_schedule,
+    fill_walk_plan,
     number_rows,
     plan_schedule,
     split_csr,
 )
 from sparse_aot._dlpack cimport (
     INT32,
+    INT64,
     Buffer,
     Call,
     View,
+    check_alignment,
     check_contiguous,
     check_dtype,
     check_extent,
     check_last_dim_contiguous,
     check_rank,
+    check_writable,
     element_count,
+    integer,
     open_call,
 )
 from sparse_aot._driver cimport check, is_capturing
@@ -70,6 +76,9 @@ cdef struct Values:
     int64_t split_entries
     int64_t scheduler_metadata
     int64_t work_count
+    int64_t walk_blocks
+    int64_t walk_counts
+    int64_t walk_totals
     int64_t row_of
     int64_t sequence_base
     int64_t row_sequence
@@ -100,6 +109,8 @@ cdef struct Values:
     int64_t bucket_shift
     int64_t buckets
     int64_t capacity
+    int64_t groups
+    int64_t tokens_per_group
 
 
 cdef list _slot_names():
@@ -150,12 +161,16 @@ cdef class Operation:
 
 
 cdef Operation CSR_ROWS = Operation(
-    "csr_rows", "cu_seqlens_k row_of sequence_base row_sequence row_block batch total_rows"
+    "csr_rows", "cu_seqlens_k row_of sequence_base row_sequence row_block walk_totals batch total_rows"
 )
 cdef Operation CSR_KEYS = Operation(
     "csr_keys",
     "q2k_indices cu_seqlens_q cu_seqlens_k row_of sequence_base keys values split_counts split_entries counts"
     " q2k_stride_head q2k_stride_token total_q head_kv batch total_rows tiles bits",
+)
+cdef Operation WALK_PLAN = Operation(
+    "walk_plan",
+    "keys row_sequence row_block walk_blocks walk_counts walk_totals size topk total_rows groups tokens_per_group",
 )
 cdef Operation CSR_ROW_PTR = Operation("csr_row_ptr", "keys row_ptr size total_rows tiles")
 cdef Operation CSR_COLLECT = Operation(
@@ -221,7 +236,7 @@ cdef int set_words(Call call, int64_t address, int word, int64_t count) except -
     return 0
 
 
-# Launch sequences. What each kernel does is in aot/kernels/smxx_csr.py, smxx_sort.py and smxx_schedule.py. ------------
+# Launch sequences. What each kernel does is in aot/kernels/smxx_csr.py, smxx_sort.py, smxx_schedule.py, smxx_walk.py. -
 
 cdef void set_shape(Values* v, const Shape* shape) noexcept:
     v.total_q = shape.total_q
@@ -261,6 +276,9 @@ cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan
             set_words(call, v.split_counts, 0, <int64_t>shape.total_q * shape.head_kv)
             set_words(call, v.split_entries, -1, entries)
             set_words(call, v.work_count, 0, 1)
+            set_words(call, v.walk_blocks, 0, <int64_t>shape.head_kv * plan.groups * WALK_CAP * plan.walk_columns)
+            set_words(call, v.walk_counts, 0, <int64_t>shape.head_kv * plan.groups)
+            set_words(call, v.walk_totals, 0, 4)
         return 0
     add_rows(scratch, v, shape)
     scratch.add(&keys[0], entries)
@@ -288,6 +306,10 @@ cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan
     v.bits = bits
     v.digits = digits
     CSR_KEYS.launch(call, v, work, shape.topk)
+    if plan is not NULL:
+        v.groups = plan.groups
+        v.tokens_per_group = plan.tokens_per_group
+        WALK_PLAN.launch(call, v, shape.head_kv * v.groups)
     for p in range(passes):
         v.shift = p * bits
         v.keys = v.keys_in = keys[p % 2]
@@ -373,6 +395,9 @@ cdef int run_host(Call call, Values* v, const Shape* shape, const Plan* plan, bi
     arrays.split_entries = <int32_t*>v.split_entries
     arrays.scheduler_metadata = <int32_t*>v.scheduler_metadata
     arrays.work_count = <int32_t*>v.work_count
+    arrays.walk_blocks = <int32_t*>v.walk_blocks
+    arrays.walk_counts = <int32_t*>v.walk_counts
+    arrays.walk_totals = <int64_t*>v.walk_totals
     if from_csr:
         check_csr(shape, &arrays)
     with nogil:
@@ -386,23 +411,15 @@ cdef int run_host(Call call, Values* v, const Shape* shape, const Plan* plan, bi
             )
         if plan is not NULL:
             fill_schedule(shape, plan, &rows, &arrays)
+            if not from_csr:
+                fill_walk_plan(shape, plan, &rows, &arrays)
     return 0
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
 
-cdef int64_t integer(str name, object value, int64_t low, int64_t high) except? -1:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
-    if not low <= number <= high:
-        raise ValueError(f"{name}: expected an integer from {low} to {high}, got {number}")
-    return number
-
-
 cdef int check_choice(str name, object value, tuple choices) except -1:
-    if value not in choices:
+    if integer(name, value, 0, 1 << 20) not in choices:
         raise NotImplementedError(f"{name}: got {value!r}; supported: {', '.join(map(str, choices))}")
     return 0
 
@@ -412,7 +429,24 @@ cdef int read_int32(Call call, str name, object array, View* view, int ndim) exc
     call.read(name, array, view)
     check_rank(name, view, ndim)
     check_dtype(name, view, INT32)
+    check_alignment(name, view, 4)
     return check_contiguous(name, view)
+
+
+cdef int read_entries(Call call, str name, object array, View* view, const Shape* shape) except -1:
+    """Read an int32 array of one element for each CSR entry."""
+    read_int32(call, name, array, view, 2)
+    check_extent(name, view, 0, shape.head_kv, "head_kv")
+    return check_extent(name, view, 1, shape.size, "total_q * topk")
+
+
+cdef int check_apart(str name, const View* written, str other_name, const View* other) except -1:
+    """Neither array has memory of the other: writing one would change what is checked already, or read later."""
+    cdef int32_t* start = <int32_t*>written.data
+    cdef int32_t* other_start = <int32_t*>other.data
+    if max(start, other_start) < min(start + element_count(written), other_start + element_count(other)):
+        raise ValueError(f"{name}: expected memory of its own, got some of {other_name}")
+    return 0
 
 
 cdef int read_cu_seqlens(
@@ -490,7 +524,7 @@ def build_k2q_csr(
             rows at the end; a smaller one is an error for host arrays and drops the rows past it on a device. None:
             read from ``cu_seqlens_k``, which waits for the stream and is refused while it is being captured.
         qhead_per_kv: query heads a KV head, 1, 2, 4, 8 or 16; the schedule depends on it.
-        return_schedule: whether to make a schedule too.
+        return_schedule: whether to make a schedule too, with a walk plan.
         stream: CUDA stream, an int handle or an object with ``__cuda_stream__``; None: the producer's current stream.
 
     Returns:
@@ -509,11 +543,13 @@ def build_k2q_csr(
     cdef Shape shape
     cdef Plan plan
     cdef Plan* planned = NULL
-    cdef Buffer metadata, work_count, qsplit, split_counts, split_entries
+    cdef Buffer metadata, work_count, qsplit, split_counts, split_entries, walk_blocks, walk_counts, walk_totals
+    cdef Schedule schedule
     cdef int64_t[2] extents
     cdef Call call = open_call("q2k_indices", q2k_indices, &view, stream)
     check_rank("q2k_indices", &view, 3)
     check_dtype("q2k_indices", &view, INT32)
+    check_alignment("q2k_indices", &view, 4)
     if element_count(&view):  # NumPy gives empty arrays strides of 0
         check_last_dim_contiguous("q2k_indices", &view)
     set_sizes(&shape, view.shape[0], view.shape[1], view.shape[2])
@@ -536,7 +572,7 @@ def build_k2q_csr(
     cdef Buffer q_indices = call.empty(INT32, 2, extents)
     v.row_ptr = <int64_t>row_ptr.view.data
     v.q_indices = <int64_t>q_indices.view.data
-    v.split_entries = 0
+    v.split_entries = v.walk_totals = 0
     if return_schedule:
         planned = &plan
         plan_schedule(&shape, qhead_per_kv, planned)
@@ -549,6 +585,10 @@ def build_k2q_csr(
         v.split_entries = <int64_t>split_entries.view.data
         v.scheduler_metadata = <int64_t>metadata.view.data
         v.work_count = <int64_t>work_count.view.data
+        walk_blocks, walk_counts, walk_totals = empty_walk_plan(call, &shape, planned)
+        v.walk_blocks = <int64_t>walk_blocks.view.data
+        v.walk_counts = <int64_t>walk_counts.view.data
+        v.walk_totals = <int64_t>walk_totals.view.data
 
     if call.device is None:
         run_host(call, &v, &shape, planned, False)
@@ -557,18 +597,20 @@ def build_k2q_csr(
         call.launched()
     if not return_schedule:
         return row_ptr.finish(), q_indices.finish()
-    return row_ptr.finish(), q_indices.finish(), make_schedule(
+    schedule = make_schedule(
         metadata.finish(), &metadata.view, work_count.finish(), &work_count.view, qsplit.finish(), &qsplit.view,
         split_counts.finish(), &split_counts.view, split_entries.finish(), &split_entries.view, 1 << plan.target_log2,
         plan.capacity,
     )
+    finish_walk_plan(call, schedule, walk_blocks, walk_counts, walk_totals)
+    return row_ptr.finish(), q_indices.finish(), schedule
 
 
 def prepare_sparse_fwd_schedule_and_split(
     *, k2q_row_ptr, k2q_q_indices, k2q_qsplit_indices, split_counts, cu_seqlens_q, cu_seqlens_k, total_q, max_seqlen_q,
     topk, head_kv, qhead_per_kv, blk_kv, device, enabled, stream=None,
 ):
-    """The schedule of a given CSR, the same as ``build_k2q_csr(..., return_schedule=True)`` makes.
+    """The schedule of a given CSR, as ``build_k2q_csr(..., return_schedule=True)`` makes it, but without a walk plan.
 
     Args:
         k2q_row_ptr: int32 ``[Hkv, total_rows + 1]``, as ``build_k2q_csr`` returns it.
@@ -583,7 +625,8 @@ def prepare_sparse_fwd_schedule_and_split(
         head_kv: KV heads.
         qhead_per_kv: query heads a KV head, 1, 2, 4, 8 or 16.
         blk_kv: keys a block; 128.
-        device: where the arrays are; only checked not to contradict them.
+        device: where the arrays are, a name or an object whose name says it; only checked not to contradict them. May
+            be None.
         enabled: False: nothing is written and a disabled schedule is returned.
         stream: as for ``build_k2q_csr``.
 
@@ -597,7 +640,9 @@ def prepare_sparse_fwd_schedule_and_split(
             host arrays those of the CSR.
         CudaError: a driver call failed.
     """
-    cdef View rows_view, qsplit_view, split_view, cu_q, cu_k
+    cdef View rows_view, indices_view, qsplit_view, split_view, cu_q, cu_k
+    cdef (View*)[4] others
+    cdef int i
     cdef Values v
     cdef Shape shape
     cdef Plan plan
@@ -605,23 +650,25 @@ def prepare_sparse_fwd_schedule_and_split(
     cdef Call call = open_call("k2q_row_ptr", k2q_row_ptr, &rows_view, stream)
     check_rank("k2q_row_ptr", &rows_view, 2)
     check_dtype("k2q_row_ptr", &rows_view, INT32)
+    check_alignment("k2q_row_ptr", &rows_view, 4)
     check_contiguous("k2q_row_ptr", &rows_view)
     set_sizes(&shape, integer("head_kv", head_kv, 1, MAX_HEADS), integer("total_q", total_q, 0, (1 << TOKEN_BITS) - 1),
               integer("topk", topk, 4, 32))
     check_extent("k2q_row_ptr", &rows_view, 0, shape.head_kv, "head_kv")
     integer("k2q_row_ptr: dimension 1 less one, the number of rows", rows_view.shape[1] - 1, 0, MAX_ROWS)
-    for name, array in (("k2q_q_indices", k2q_q_indices), ("k2q_qsplit_indices", k2q_qsplit_indices)):
-        read_int32(call, name, array, &qsplit_view, 2)
-        check_extent(name, &qsplit_view, 0, shape.head_kv, "head_kv")
-        check_extent(name, &qsplit_view, 1, shape.size, "total_q * topk")
-        if name == "k2q_q_indices":
-            v.q_indices = <int64_t>qsplit_view.data
+    read_entries(call, "k2q_q_indices", k2q_q_indices, &indices_view, &shape)
+    read_entries(call, "k2q_qsplit_indices", k2q_qsplit_indices, &qsplit_view, &shape)
     read_int32(call, "split_counts", split_counts, &split_view, 2)
     check_extent("split_counts", &split_view, 0, shape.total_q, "total_q")
     check_extent("split_counts", &split_view, 1, shape.head_kv, "head_kv")
     check_writable("k2q_qsplit_indices", &qsplit_view)
     check_writable("split_counts", &split_view)
     read_cu_seqlens(call, cu_seqlens_q, cu_seqlens_k, &cu_q, &cu_k, &shape, &v)
+    others = [&rows_view, &indices_view, &cu_q, &cu_k]
+    for i, name in enumerate(("k2q_row_ptr", "k2q_q_indices", "cu_seqlens_q", "cu_seqlens_k")):
+        check_apart("k2q_qsplit_indices", &qsplit_view, name, others[i])
+        check_apart("split_counts", &split_view, name, others[i])
+    check_apart("k2q_qsplit_indices", &qsplit_view, "split_counts", &split_view)
     check_choice("blk_kv", blk_kv, (BLOCK,))
     check_choice("qhead_per_kv", qhead_per_kv, (1, 2, 4, 8, 16))
     if max_seqlen_q is not None:
@@ -634,11 +681,13 @@ def prepare_sparse_fwd_schedule_and_split(
     plan_schedule(&shape, qhead_per_kv, &plan)
     metadata, work_count, split_entries = empty_schedule(call, &shape, &plan)
     v.row_ptr = <int64_t>rows_view.data
+    v.q_indices = <int64_t>indices_view.data
     v.qsplit_indices = <int64_t>qsplit_view.data
     v.split_counts = <int64_t>split_view.data
     v.split_entries = <int64_t>split_entries.view.data
     v.scheduler_metadata = <int64_t>metadata.view.data
     v.work_count = <int64_t>work_count.view.data
+    v.walk_totals = 0
     if call.device is None:
         run_host(call, &v, &shape, &plan, True)
     else:
@@ -661,15 +710,48 @@ cdef tuple empty_schedule(Call call, const Shape* shape, const Plan* plan):
     return metadata, work_count, call.empty(INT32, 3, extents)
 
 
-cdef int check_writable(str name, const View* view) except -1:
-    if view.readonly:
-        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+cdef tuple empty_walk_plan(Call call, const Shape* shape, const Plan* plan):
+    """(walk_blocks, walk_counts, walk_totals)"""
+    cdef int64_t two = 2
+    cdef int64_t[4] extents
+    extents = [shape.head_kv, plan.groups, WALK_CAP, plan.walk_columns]
+    return call.empty(INT32, 4, extents), call.empty(INT32, 2, extents), call.empty(INT64, 1, &two)
+
+
+cdef int finish_walk_plan(Call call, Schedule schedule, Buffer blocks, Buffer counts, Buffer totals) except -1:
+    """Give the schedule its walk plan. A ``from_dlpack`` may convert int64, so one gets a copy of the totals."""
+    cdef Buffer shown = totals
+    cdef object memory = None
+    if call.importer is not None:
+        shown = call.empty(INT64, 1, totals.view.shape)
+        if call.device is None:
+            memcpy(shown.view.data, totals.view.data, 2 * sizeof(int64_t))
+        else:
+            check(
+                cydriver.cuMemcpyDtoDAsync(
+                    <cydriver.CUdeviceptr>shown.view.data, <cydriver.CUdeviceptr>totals.view.data, 2 * sizeof(int64_t),
+                    call.stream,
+                ),
+                "cuMemcpyDtoDAsync",
+            )
+        totals.call = None  # which has to end with the public function
+        memory = totals
+    schedule.set_walk_plan(
+        blocks.finish(), &blocks.view, counts.finish(), &counts.view, shown.finish(), &totals.view, memory
+    )
     return 0
 
 
 cdef int check_device(object device, Call call) except -1:
+    if device is None:
+        return 0
     kind = str(device).lower()
-    if ("cuda" in kind or "gpu" in kind) and call.device is None or "cpu" in kind and call.device is not None:
+    number = re.search(r"\d+", kind)  # cuda:1, <CUDA Device 1>
+    if call.device is None:
+        wrong = "cuda" in kind or "gpu" in kind
+    else:
+        wrong = "cpu" in kind or number is not None and int(number.group()) != call.device.ordinal
+    if wrong:
         where = "the host" if call.device is None else repr(call.device)
         raise ValueError(f"device: expected that of the arrays, {where}, got {device!r}")
     return 0

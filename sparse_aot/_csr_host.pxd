@@ -1,6 +1,6 @@
-"""CSR and schedule in plain C loops over host arrays, and the sizes that host and device share.
+"""CSR, schedule and walk plan in plain C loops over host arrays, and the sizes that host and device share.
 
-Same results as the kernels of aot/kernels/smxx_csr.py and smxx_schedule.py, bit for bit. All arrays are int32 and
+Same results as the kernels of aot/kernels/smxx_csr.py, smxx_schedule.py and smxx_walk.py, bit for bit. All arrays are
 contiguous, ``q2k_indices`` excepted; sizes are checked by the caller, array contents by the ``check_*`` functions here.
 """
 
@@ -11,6 +11,8 @@ cdef enum:
     BLOCK = 128  # keys
     TOKEN_BITS = 24  # of a qsplit word; the slot is above
     MAX_BUCKETS = 256
+    WALK_ROWS = 128  # query rows of a group of tokens
+    WALK_CAP = 128  # blocks in the union of a group
 
 
 # The sizes of a CSR.
@@ -29,6 +31,10 @@ cdef struct Plan:
     int32_t bucket_shift  # items are ordered by first token >> bucket_shift
     int32_t buckets
     int32_t capacity  # upper bound of the number of items
+    # The walk plan, see Schedule in _schedule.pyx.
+    int32_t tokens_per_group
+    int32_t groups  # of a KV head
+    int32_t walk_columns  # int32 of an element of a union
 
 
 # A CSR row is (block, sequence); row_of[sequence_base[s] + b] is the row of block b of sequence s.
@@ -47,6 +53,9 @@ cdef struct Arrays:
     int32_t* split_entries  # [head_kv, total_q, topk]; build_csr: NULL where it is not wanted
     int32_t* scheduler_metadata  # [capacity, 6]
     int32_t* work_count  # [1]
+    int32_t* walk_blocks  # [head_kv, groups, WALK_CAP, walk_columns]
+    int32_t* walk_counts  # [head_kv, groups]
+    int64_t* walk_totals  # [2]
 
 
 cdef int plan_schedule(const Shape* shape, int qhead_per_kv, Plan* plan) except -1
@@ -62,3 +71,5 @@ cdef void build_csr(
 ) noexcept nogil
 cdef void split_csr(const Shape* shape, Arrays* arrays) noexcept nogil
 cdef void fill_schedule(const Shape* shape, const Plan* plan, const Rows* rows, Arrays* arrays) noexcept nogil
+cdef void fill_walk_plan(const Shape* shape, const Plan* plan, const Rows* rows, Arrays* arrays) noexcept nogil
+cpdef bint walks(int64_t blocks, int64_t selected, int64_t tokens_per_group) noexcept

@@ -1,5 +1,6 @@
-"""CSR and schedule in plain C loops over host arrays; see the ``.pxd``."""
+"""CSR, schedule and walk plan in plain C loops over host arrays; see the ``.pxd``."""
 
+from libc.stdint cimport uint32_t
 from libc.string cimport memmove, memset
 
 
@@ -12,6 +13,8 @@ cdef enum:
     MIN_BUCKET_SHIFT = 7  # 128 tokens of Q: 512 KiB at G = 16, a small part of the L2
     MAX_CAPACITY = 1 << 30
     MAX_TOPK = 32
+
+cdef int64_t WALK_TOO_MANY = <int64_t>1 << 40  # what a group of more than WALK_CAP blocks adds to the first total
 
 
 cdef int plan_schedule(const Shape* shape, int qhead_per_kv, Plan* plan) except -1:
@@ -34,6 +37,9 @@ cdef int plan_schedule(const Shape* shape, int qhead_per_kv, Plan* plan) except 
     if capacity > MAX_CAPACITY:
         raise ValueError(f"the schedule needs {capacity} work items, at most {MAX_CAPACITY} are supported")
     plan.capacity = <int32_t>capacity
+    plan.tokens_per_group = WALK_ROWS // qhead_per_kv
+    plan.groups = (shape.total_q + plan.tokens_per_group - 1) // plan.tokens_per_group
+    plan.walk_columns = 2 + (plan.tokens_per_group + 31) // 32
     return 0
 
 
@@ -254,3 +260,51 @@ cdef void fill_schedule(const Shape* shape, const Plan* plan, const Rows* rows, 
                 item[5] = rows.row_block[row]
     memset(arrays.scheduler_metadata + <int64_t>work * 6, 0, (<int64_t>plan.capacity - work) * 6 * sizeof(int32_t))
     arrays.work_count[0] = work
+
+
+cdef void fill_walk_plan(const Shape* shape, const Plan* plan, const Rows* rows, Arrays* arrays) noexcept nogil:
+    """Rows ascend and so do the tokens of a row: the first token of a group in a row adds the row to its union."""
+    cdef int64_t element_size = plan.walk_columns
+    cdef int64_t union_size = WALK_CAP * element_size
+    cdef int64_t unions = <int64_t>shape.head_kv * plan.groups
+    cdef int64_t first_union, i
+    cdef int32_t head, row, entry, group, previous, token
+    cdef const int32_t* row_ptr
+    cdef const int32_t* q_indices
+    cdef int32_t* count
+    cdef int32_t* element
+    memset(arrays.walk_blocks, 0, unions * union_size * sizeof(int32_t))
+    memset(arrays.walk_counts, 0, unions * sizeof(int32_t))
+    arrays.walk_totals[0] = 0
+    arrays.walk_totals[1] = 0
+    for head in range(shape.head_kv):
+        first_union = <int64_t>head * plan.groups
+        row_ptr = arrays.row_ptr + <int64_t>head * (shape.total_rows + 1)
+        q_indices = arrays.q_indices + <int64_t>head * shape.size
+        arrays.walk_totals[1] += row_ptr[shape.total_rows]
+        for row in range(shape.total_rows):
+            previous = -1
+            for entry in range(row_ptr[row], row_ptr[row + 1]):
+                group = q_indices[entry] // plan.tokens_per_group
+                token = q_indices[entry] - group * plan.tokens_per_group
+                count = arrays.walk_counts + first_union + group
+                if group != previous:
+                    previous = group
+                    count[0] = min(count[0] + 1, WALK_CAP + 1)
+                if count[0] > WALK_CAP:
+                    continue
+                element = arrays.walk_blocks + (first_union + group) * union_size + (count[0] - 1) * element_size
+                element[0] = rows.row_sequence[row]
+                element[1] = rows.row_block[row]
+                element[2 + token // 32] |= <int32_t>(<uint32_t>1 << (token % 32))
+    for i in range(unions):
+        if arrays.walk_counts[i] > WALK_CAP:
+            memset(arrays.walk_blocks + i * union_size, 0, union_size * sizeof(int32_t))
+            arrays.walk_totals[0] += WALK_TOO_MANY
+        else:
+            arrays.walk_totals[0] += arrays.walk_counts[i]
+
+
+cpdef bint walks(int64_t blocks, int64_t selected, int64_t tokens_per_group) noexcept:
+    """Whether the forward walks, given ``walk_totals``: as ``walks`` of aot/kernels/work.py, which says why."""
+    return 0 <= blocks < WALK_TOO_MANY and selected > 0 and blocks * tokens_per_group * 5 <= selected * 7

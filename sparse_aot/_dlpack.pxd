@@ -107,6 +107,7 @@ cdef enum:
 
 cdef enum DType:  # DLPack's type code << 8 | bits
     INT32 = 0x0020
+    INT64 = 0x0040
     UINT8 = 0x0108
     FLOAT16 = 0x0210
     FLOAT32 = 0x0220
@@ -133,7 +134,9 @@ cdef class Producer:
 
 cdef class Call:
     cdef Producer producer  # of the first array: allocates what the call returns
+    cdef str name  # of the first array
     cdef object like  # the first array
+    cdef object importer  # where the producer has no exchange API: its from_dlpack, once something is allocated
     cdef DLDevice where
     cdef readonly Device device  # None for host arrays
     cdef cydriver.CUstream stream
@@ -151,7 +154,9 @@ cdef class Call:
 
 cdef class Buffer:
     cdef View view
-    cdef Call call
+    cdef Call call  # until finish()
+    cdef DLDevice where  # for __dlpack__, from finish() on
+    cdef cydriver.CUstream stream  # likewise
     cdef DLManagedTensorVersioned* managed  # from the producer's allocator, until finish()
     cdef DLManagedTensorVersioned* pooled  # from the driver's stream-ordered pool, until exported
     cdef object array  # the producer's own array, where it allocated one itself
@@ -162,6 +167,7 @@ cdef class Buffer:
 cdef Call open_call(str name, object array, View* view, object stream)
 
 # Errors that name the argument, what it got and what it takes.
+cdef int64_t integer(str name, object value, int64_t low, int64_t high) except? -1
 cdef int check_rank(str name, const View* view, int ndim) except -1
 cdef int check_dtype(str name, const View* view, int dtype) except -1
 cdef int check_extent(str name, const View* view, int dim, int64_t extent, str meaning) except -1

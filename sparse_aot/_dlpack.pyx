@@ -11,6 +11,7 @@ memory), unless it is being captured: what a graph depends on is the caller's to
 """
 
 import collections
+import operator
 import sys
 
 import numpy
@@ -31,6 +32,7 @@ cdef extern from "Python.h":
 
 cdef dict _DTYPE_NAMES = {
     INT32: "int32",
+    INT64: "int64",
     UINT8: "uint8",
     FLOAT16: "float16",
     FLOAT32: "float32",
@@ -92,19 +94,33 @@ cdef int _fill(str name, const DLTensor* tensor, View* view) except -1:
         view.shape[dim] = tensor.shape[dim]
         view.strides[dim] = tensor.strides[dim] if tensor.strides is not NULL else stride
         stride *= tensor.shape[dim]
+    if tensor.data is NULL and stride != 0:  # torch: a fake tensor, or one whose storage was freed
+        raise ValueError(f"{name}: expected an array with memory, got none behind shape {shape_text(view)}")
     if tensor.device.device_type in (CPU, 3):
         view.device.device_type = CPU
         view.device.device_id = 0
     return 0
 
 
+cdef object _unreadable(str name, object error):
+    """The error for an array that its own type does not hand out: sparse, on no device, of another byte order."""
+    reason = str(error).partition("\n")[0]  # torch appends a backtrace
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(f"{name}: expected an array that can be read over DLPack: {reason}")
+
+
 cdef int _read_exchange(str name, Producer producer, object array, View* view) except -1:
     cdef DLTensor tensor
     cdef DLManagedTensorVersioned* managed = NULL
-    if producer.api.dltensor_from_py_object_no_sync is not NULL:
-        producer.api.dltensor_from_py_object_no_sync(<void*>array, &tensor)
+    try:
+        if producer.api.dltensor_from_py_object_no_sync is not NULL:
+            producer.api.dltensor_from_py_object_no_sync(<void*>array, &tensor)
+        else:
+            producer.api.managed_tensor_from_py_object_no_sync(<void*>array, &managed)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise _unreadable(name, error) from error
+    if managed is NULL:
         return _fill(name, &tensor, view)
-    producer.api.managed_tensor_from_py_object_no_sync(<void*>array, &managed)
     try:
         return _fill(name, &managed.dl_tensor, view)
     finally:
@@ -128,19 +144,24 @@ cdef int _read_capsule(str name, object capsule, View* view) except -1:
 
 cdef object _export(str name, object array, object stream):
     try:
-        return array.__dlpack__(stream=stream, max_version=_VERSION, copy=False)
-    except TypeError:  # a producer older than DLPack 1.0
-        return array.__dlpack__(stream=stream)
+        try:
+            return array.__dlpack__(stream=stream, max_version=_VERSION, copy=False)
+        except TypeError:  # a producer older than DLPack 1.0
+            return array.__dlpack__(stream=stream)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise _unreadable(name, error) from error
 
 
 cdef tuple _device_of(str name, object array):
     try:
         device_type, device_id = array.__dlpack_device__()
+        return int(device_type), int(device_id)
     except AttributeError:
         raise TypeError(
             f"{name}: expected an array that speaks DLPack (__dlpack__, __dlpack_device__), got {type(array).__name__}"
         ) from None
-    return int(device_type), int(device_id)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise _unreadable(name, error) from error
 
 
 cdef str _where(int device_type, int device_id):
@@ -176,6 +197,7 @@ cdef Call open_call(str name, object array, View* view, object stream):
     cdef void* current = NULL
     cdef bint known = producer.api is not NULL  # whether the producer's current stream is known
     call.producer = producer
+    call.name = name
     call.like = array
     if known:
         _read_exchange(name, producer, array, view)
@@ -187,6 +209,8 @@ cdef Call open_call(str name, object array, View* view, object stream):
             call.where.device_id = 0
     if call.where.device_type == CPU:
         call.ordered = True
+        if stream is not None:
+            stream_handle(stream)
         if not known:
             call.read(name, array, view)
         return call
@@ -263,6 +287,8 @@ cdef class Call:
         cdef Buffer buffer = Buffer.__new__(Buffer)
         cdef DLTensor prototype
         buffer.call = self
+        if self.importer is None and self.producer.api is NULL and self.producer.root not in ("numpy", "cupy"):
+            self.importer = _importer(self.name, self.like, self.producer)  # before any launch: there may be none
         prototype.data = NULL
         prototype.device = self.where
         prototype.ndim = ndim
@@ -359,6 +385,20 @@ cdef void _set_error(void* context, const char* kind, const char* message) noexc
     PyErr_SetString(MemoryError if kind == b"MemoryError" else RuntimeError, message)
 
 
+cdef object _importer(str name, object like, Producer producer):
+    """The ``from_dlpack`` that makes arrays of the type of ``like``."""
+    candidates = [sys.modules.get(type(like).__module__), sys.modules.get(producer.root)]
+    if hasattr(like, "__array_namespace__"):
+        candidates.insert(0, like.__array_namespace__())
+    for module in candidates:
+        if hasattr(module, "from_dlpack"):
+            return module.from_dlpack
+    raise TypeError(
+        f"{name}: expected an array of a type that results can be made of, {producer.root} has no from_dlpack for "
+        f"{type(like).__name__}"
+    )
+
+
 cdef object _framework_empty(Call call, tuple shape, str dtype):
     if call.producer.root == "cupy":
         cupy = sys.modules["cupy"]
@@ -450,25 +490,24 @@ cdef class Buffer:
     cdef object finish(self):
         """The producer's array over this memory; to be called after the launches that fill it."""
         cdef DLManagedTensorVersioned* managed = self.managed
+        cdef Call call = self.call
         cdef void* result = NULL
         if managed is not NULL:
             self.managed = NULL
-            self.call.producer.api.managed_tensor_to_py_object_no_sync(managed, &result)
+            call.producer.api.managed_tensor_to_py_object_no_sync(managed, &result)
             array = <object>result
             Py_DECREF(array)  # the cast took a reference of its own
             return array
-        if self.array is not None and self.call.producer.root in ("numpy", "cupy"):
-            return self.array
-        like = self.call.like
-        module = sys.modules[type(like).__module__]
-        if hasattr(like, "__array_namespace__"):
-            module = like.__array_namespace__()
-        elif not hasattr(module, "from_dlpack"):
-            module = sys.modules[self.call.producer.root]
-        return module.from_dlpack(self.array if self.array is not None else self)
+        if self.array is not None:
+            return self.array if call.importer is None else call.importer(self.array)
+        # The importer may keep this object, in a traceback for one; the Call has to end with the public function.
+        self.where = call.where
+        self.stream = call.stream
+        self.call = None
+        return call.importer(self)
 
     def __dlpack_device__(self):
-        return self.call.where.device_type, self.call.where.device_id
+        return self.where.device_type, self.where.device_id
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         """Hands the memory over, once, after making ``stream`` wait for the call's work."""
@@ -480,8 +519,8 @@ cdef class Buffer:
             raise BufferError("this memory is handed over in place only")
         if stream != -1:
             consumer = stream_handle(stream or 0)
-            if consumer != self.call.stream:
-                order_streams(self.call.stream, consumer)
+            if consumer != self.stream:
+                order_streams(self.stream, consumer)
         if max_version is not None and max_version[0] >= 1:
             capsule = PyCapsule_New(&pooled.managed, "dltensor_versioned", _drop_versioned)
         else:
@@ -491,6 +530,17 @@ cdef class Buffer:
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
+
+cdef int64_t integer(str name, object value, int64_t low, int64_t high) except? -1:
+    if not isinstance(value, int):
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected an integer from {low} to {high}, got {value}")
+    return value
+
 
 cdef str dtype_name(int dtype):
     if dtype in _DTYPE_NAMES:

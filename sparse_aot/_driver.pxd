@@ -17,6 +17,9 @@ cdef extern from *:
 
 cdef int check(cydriver.CUresult result, str what) except -1
 
+# cuInit; CudaError also where there is no driver library.
+cdef int initialise() except -1
+
 
 cdef class Device:
     cdef readonly int ordinal

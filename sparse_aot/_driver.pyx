@@ -1,5 +1,6 @@
 """The CUDA driver: errors, devices, streams."""
 
+import operator
 import threading
 
 from cuda.bindings cimport cydriver
@@ -17,6 +18,9 @@ class CudaError(RuntimeError):
         super().__init__(message)
         self.code = code
 
+    def __reduce__(self):  # so that it can leave a worker process
+        return type(self), (self.code, str(self))
+
 
 cdef int check(cydriver.CUresult result, str what) except -1:
     cdef const char* name = NULL
@@ -28,6 +32,15 @@ cdef int check(cydriver.CUresult result, str what) except -1:
     named = name.decode() if name is not NULL else f"CUDA error {<int>result}"
     described = f" ({text.decode()})" if text is not NULL else ""
     raise CudaError(<int>result, f"{what}: {named}{described}")
+
+
+cdef int initialise() except -1:
+    try:
+        return check(cydriver.cuInit(0), "cuInit")
+    except CudaError:
+        raise
+    except RuntimeError as error:  # cuda-bindings found no driver library
+        raise CudaError(<int>cydriver.CUDA_ERROR_NO_DEVICE, f"cuInit: no driver: {error}") from error
 
 
 cdef dict _devices = {}
@@ -48,26 +61,32 @@ cdef int _attribute(cydriver.CUdevice_attribute attribute, cydriver.CUdevice han
     return value
 
 
+cdef Device _describe(int ordinal, cydriver.CUdevice* handle):
+    """A device without its context."""
+    cdef char name[256]
+    cdef Device device = Device.__new__(Device)
+    check(cydriver.cuDeviceGet(handle, ordinal), f"cuDeviceGet({ordinal})")
+    check(cydriver.cuDeviceGetName(name, sizeof(name), handle[0]), "cuDeviceGetName")
+    device.ordinal = ordinal
+    device.name = name.decode()
+    device.capability = (
+        _attribute(cydriver.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle[0]),
+        _attribute(cydriver.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle[0]),
+    )
+    device.multiprocessors = _attribute(cydriver.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, handle[0])
+    return device
+
+
 cdef Device get_device(int ordinal):
     cdef Device device = <Device>_devices.get(ordinal)
     cdef cydriver.CUdevice handle
-    cdef char name[256]
     if device is not None:
         return device
     with _lock:
         if ordinal in _devices:
             return <Device>_devices[ordinal]
-        check(cydriver.cuInit(0), "cuInit")
-        check(cydriver.cuDeviceGet(&handle, ordinal), f"cuDeviceGet({ordinal})")
-        check(cydriver.cuDeviceGetName(name, sizeof(name), handle), "cuDeviceGetName")
-        device = Device.__new__(Device)
-        device.ordinal = ordinal
-        device.name = name.decode()
-        device.capability = (
-            _attribute(cydriver.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle),
-            _attribute(cydriver.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle),
-        )
-        device.multiprocessors = _attribute(cydriver.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, handle)
+        initialise()
+        device = _describe(ordinal, &handle)
         check(cydriver.cuDevicePrimaryCtxRetain(&device.context, handle), "cuDevicePrimaryCtxRetain")
         _devices[ordinal] = device
     return device
@@ -77,29 +96,34 @@ def device_count():
     """Number of CUDA devices; 0 where there is no driver or no device."""
     cdef int count = 0
     try:
-        if cydriver.cuInit(0) != cydriver.CUDA_SUCCESS:
-            return 0
-        check(cydriver.cuDeviceGetCount(&count), "cuDeviceGetCount")
+        initialise()
     except CudaError:
-        raise
-    except RuntimeError:  # cuda-bindings found no driver library
         return 0
+    check(cydriver.cuDeviceGetCount(&count), "cuDeviceGetCount")
     return count
 
 
 def describe_devices():
-    """The devices that the driver sees, as ``[Device, ...]``."""
-    return [get_device(ordinal) for ordinal in range(device_count())]
+    """The devices that the driver sees, as ``[Device, ...]``; creates no context, which would take memory of each."""
+    cdef cydriver.CUdevice handle
+    return [_describe(ordinal, &handle) for ordinal in range(device_count())]
 
 
 cdef cydriver.CUstream stream_handle(object stream) except? NULL:
     cdef uintptr_t handle
     if hasattr(stream, "__cuda_stream__"):
-        stream = stream.__cuda_stream__()[1]
-    if not isinstance(stream, int) or isinstance(stream, bool):
-        kind = type(stream).__name__
+        try:
+            _, stream = stream.__cuda_stream__()
+        except (TypeError, ValueError):
+            raise TypeError("stream: expected __cuda_stream__() to return (version, handle)") from None
+    kind = type(stream).__name__
+    try:
+        stream = None if isinstance(stream, bool) else operator.index(stream)
+    except TypeError:
+        stream = None
+    if stream is None:
         raise TypeError(f"stream: expected an int handle or an object with __cuda_stream__, got {kind}")
-    if stream < 0:
+    if not 0 <= stream < 1 << 64:
         raise ValueError(f"stream: expected a stream handle, got {stream}")
     handle = stream
     return <cydriver.CUstream>(handle if handle else <uintptr_t>cydriver.CU_STREAM_LEGACY)

@@ -1,6 +1,7 @@
 """The schedule object that the CSR functions return and the attention takes.
 
     make_schedule(metadata_array, &metadata.view, ...)     an enabled schedule, from arrays and their Views
+    schedule.set_walk_plan(blocks_array, &blocks.view, ...)  what only build_k2q_csr makes; else its arrays are None
     Schedule.__new__(Schedule)                             a disabled one: enabled False, arrays None, numbers 0
 """
 
@@ -14,6 +15,9 @@ cdef class Schedule:
     cdef readonly object qsplit_indices
     cdef readonly object split_counts
     cdef readonly object split_entries
+    cdef readonly object walk_blocks
+    cdef readonly object walk_counts
+    cdef readonly object walk_totals
     cdef readonly int target_q_per_cta
     cdef readonly int work_capacity
     # The arrays as launches pass them on: valid as long as the arrays above live.
@@ -22,6 +26,16 @@ cdef class Schedule:
     cdef View qsplit_view
     cdef View split_counts_view
     cdef View split_entries_view
+    # Zero, data NULL, where there is no walk plan.
+    cdef View walk_blocks_view
+    cdef View walk_counts_view
+    cdef View walk_totals_view
+    cdef object walk_totals_memory  # where walk_totals is a copy: what owns the original
+
+    cdef void set_walk_plan(
+        self, object walk_blocks, const View* blocks_view, object walk_counts, const View* counts_view,
+        object walk_totals, const View* totals_view, object totals_memory,
+    )
 
 
 cdef Schedule make_schedule(

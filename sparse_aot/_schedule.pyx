@@ -17,9 +17,31 @@ cdef class Schedule:
         split_counts: int32 ``[total_q, Hkv]``: the number of distinct valid blocks of a query token.
         split_entries: int32 ``[Hkv, total_q, topk]``: for each split slot of a query token its CSR entry, counted from
             0 within the KV head; -1 in the slots past ``split_counts``.
+        walk_blocks: int32 ``[Hkv, groups, 128, 2 + W]``. The walk plan, which only ``build_k2q_csr`` makes (else its
+            arrays are None), has for each KV head and group of T = 128 / G consecutive packed query tokens the
+            union of the blocks that they select, ascending by CSR row: sequence, block, W = ceil(T / 32) words. Bit
+            ``t % 32`` of word ``t / 32`` is set where token ``group * T + t`` selects the block. Rows past the count
+            are 0.
+        walk_counts: int32 ``[Hkv, groups]``, the number of blocks in the union; 129 where they are more than 128: those
+            groups have no blocks here.
+        walk_totals: int64 ``[2]``: the sum of ``walk_counts``, a group with more than 128 blocks counting as 2^40, and
+            the sum of ``split_counts``. The forward decides by them whether it walks the unions. A copy
+            where the arrays' type is made by its own ``from_dlpack``: JAX has no int64 unless told to.
         target_q_per_cta: the most entries of one item.
         work_capacity: the number of rows of ``scheduler_metadata``.
     """
+
+    cdef void set_walk_plan(
+        self, object walk_blocks, const View* blocks_view, object walk_counts, const View* counts_view,
+        object walk_totals, const View* totals_view, object totals_memory,
+    ):
+        self.walk_blocks = walk_blocks
+        self.walk_counts = walk_counts
+        self.walk_totals = walk_totals
+        self.walk_blocks_view = blocks_view[0]
+        self.walk_counts_view = counts_view[0]
+        self.walk_totals_view = totals_view[0]
+        self.walk_totals_memory = totals_memory
 
     def __repr__(self):
         if not self.enabled:

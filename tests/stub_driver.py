@@ -50,11 +50,21 @@ FORWARD_PARAMS = {
     "cu_seqlens_k": POINTER,
     "seqused_k": POINTER,
     "page_table": POINTER,
+    "walk_blocks": POINTER,
+    "walk_counts": POINTER,
+    "walk_totals": POINTER,
     "partial_out": POINTER,
     "partial_lse": POINTER,
     "partial_lse_temperature": POINTER,
+    "out": POINTER,
+    "lse": POINTER,
+    "lse_temperature": POINTER,
     "q_stride_token": INT64,
     "q_stride_head": INT64,
+    "out_stride_token": INT64,
+    "out_stride_head": INT64,
+    "lse_stride_token": INT64,
+    "lse_stride_head": INT64,
     "page_table_stride": INT64,
     "max_pages": INT32,
     "batch": INT32,
@@ -73,6 +83,7 @@ COMBINE_PARAMS = {
     "partial_lse_temperature": POINTER,
     "split_counts": POINTER,
     "split_entries": POINTER,
+    "walk_totals": POINTER,
     "out": POINTER,
     "lse": POINTER,
     "lse_temperature": POINTER,
@@ -106,7 +117,9 @@ def write_bundle(folder):
                 boxes = {"q_map": [64, rows, 2, g // rows, 1], "k_map": [64, 128, 2, 1, 1], "v_map": [64, 128, 2, 1, 1]}
                 # Tensor maps are aligned in the constant bank, whose parameters start 16 bytes past a multiple of 64.
                 entry = _entry(folder, "sm_90a", name, "fwd", options, FORWARD_PARAMS, 48, boxes)
-                entries.append(entry | {"threads": 512, "smem_bytes": 220000, "work_per_cta": 0, "pdl": False})
+                entries.append(
+                    entry | {"threads": 512, "smem_bytes": 220000, "work_per_cta": 0, "pdl": False, "walks": True}
+                )
     for arch in ("sm_90a", "sm_100f"):
         for partial in PARTIAL_DTYPES:
             for topk in TOPK:
@@ -114,7 +127,9 @@ def write_bundle(folder):
                 entry = _entry(
                     folder, arch, f"combine-p{partial}-topk{topk}", "combine", options, COMBINE_PARAMS, 0, {}
                 )
-                entries.append(entry | {"threads": 128, "smem_bytes": 0, "work_per_cta": 8, "pdl": True})
+                entries.append(
+                    entry | {"threads": 128, "smem_bytes": 0, "work_per_cta": 8, "pdl": True, "walks": False}
+                )
         for operation, signature in SIGNATURES.items():
             if operation in ("fwd", "combine"):
                 continue
@@ -122,7 +137,9 @@ def write_bundle(folder):
             for options in ({}, *({"topk": topk} for topk in TOPK)):
                 name = operation + "".join(f"-topk{topk}" for topk in options.values())
                 entry = _entry(folder, arch, name, operation, options, params, 0, {})
-                entries.append(entry | {"threads": 256, "smem_bytes": 0, "work_per_cta": 1, "pdl": False})
+                entries.append(
+                    entry | {"threads": 256, "smem_bytes": 0, "work_per_cta": 1, "pdl": False, "walks": False}
+                )
     write_manifest(folder, entries)
     return folder
 
@@ -402,14 +419,18 @@ class VersionedArray(DeviceArray):
 
 
 def from_dlpack(source):
-    """What the launcher finds as DeviceArray's importer."""
+    """What the launcher finds as DeviceArray's importer; makes int32 of int64, as JAX does."""
     get, _ = api_pointers()
     capsule = source.__dlpack__(stream=2, max_version=None)
     tensor = _DLTensor.from_address(get(capsule, b"dltensor"))
     shape = tuple(tensor.shape[dim] for dim in range(tensor.ndim))
-    dtype = np.dtype({(4, 16): np.int16, (2, 32): np.float32, (0, 32): np.int32}[tensor.code, tensor.bits])
+    dtypes = {(4, 16): np.int16, (2, 32): np.float32, (0, 32): np.int32, (0, 64): np.int64}
+    dtype = np.dtype(dtypes[tensor.code, tensor.bits])
     n_bytes = int(np.prod(shape)) * dtype.itemsize
     buffer = (ctypes.c_char * n_bytes).from_address(tensor.data)
-    array = DeviceArray(np.frombuffer(buffer, dtype).reshape(shape), tensor.code == 4)
+    host = np.frombuffer(buffer, dtype).reshape(shape)
+    if dtype == np.int64:
+        return DeviceArray(host.astype(np.int32))
+    array = DeviceArray(host, tensor.code == 4)
     array.capsule = capsule
     return array

@@ -28,6 +28,14 @@ def strided(array, dim):
     return zeros(room, str(array.dtype).removeprefix("torch."))[(slice(None),) * dim + (slice(None, None, 2),)]
 
 
+class Stream:
+    def __init__(self, protocol):
+        self.protocol = protocol
+
+    def __cuda_stream__(self):
+        return self.protocol
+
+
 # What changes -> (the changes, given the right call's arguments; the error; what its message starts with).
 FLAT = {
     "q: no array": (lambda a: {"q": [1.0]}, TypeError, "q: expected an array that speaks DLPack"),
@@ -135,12 +143,27 @@ FLAT = {
     "page_table: flat k": (lambda a: {"page_table": zeros((2, 3))}, ValueError, "k: expected 4 dimensions"),
     "topk: value": (lambda a: {"topk": 5}, NotImplementedError, "topk: got 5; supported: 4, 8, 16, 32"),
     "topk: other": (lambda a: {"topk": 8}, ValueError, "k2q_q_indices: expected 512 in dimension 1"),
-    "topk: type": (lambda a: {"topk": 4.0}, TypeError, "topk: expected an int, got float"),
+    "topk: type": (lambda a: {"topk": 4.0}, TypeError, "topk: expected an integer, got float"),
     "blk_kv": (lambda a: {"blk_kv": 64}, NotImplementedError, "blk_kv: got 64; supported: 128"),
-    "max_seqlen_q: type": (lambda a: {"max_seqlen_q": "x"}, TypeError, "max_seqlen_q: expected an int, got str"),
-    "max_seqlen_k: negative": (lambda a: {"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected an int from 0"),
+    "max_seqlen_q: type": (lambda a: {"max_seqlen_q": "x"}, TypeError, "max_seqlen_q: expected an integer, got str"),
+    "max_seqlen_k: negative": (lambda a: {"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected an integer from 0"),
     "softmax_scale: zero": (lambda a: {"softmax_scale": 0.0}, ValueError, "softmax_scale: expected a positive finite"),
     "softmax_scale: nan": (lambda a: {"softmax_scale": float("nan")}, ValueError, "softmax_scale: expected a positive"),
+    "softmax_scale: past float32": (
+        lambda a: {"softmax_scale": 1e300},
+        ValueError,
+        "softmax_scale: expected a positive finite",
+    ),
+    "softmax_scale: below float32": (
+        lambda a: {"softmax_scale": 1e-60},
+        ValueError,
+        "softmax_scale: expected a positive finite",
+    ),
+    "softmax_scale: no double": (
+        lambda a: {"softmax_scale": 10**400},
+        ValueError,
+        "softmax_scale: expected a positive finite",
+    ),
     "softmax_scale: type": (lambda a: {"softmax_scale": "1"}, TypeError, "softmax_scale: expected a number"),
     "lse_temperature_scale": (
         lambda a: {"lse_temperature_scale": -2.0},
@@ -205,6 +228,9 @@ FLAT = {
     "stream: type": (lambda a: {"stream": "main"}, TypeError, "stream: expected an int handle or an object"),
     "stream: negative": (lambda a: {"stream": -1}, ValueError, "stream: expected a stream handle, got -1"),
     "stream: bool": (lambda a: {"stream": True}, TypeError, "stream: expected an int handle"),
+    "stream: too large": (lambda a: {"stream": 1 << 64}, ValueError, "stream: expected a stream handle, got 1844"),
+    "stream: no handle": (lambda a: {"stream": Stream(5)}, TypeError, "stream: expected __cuda_stream__() to return"),
+    "stream: handle of another type": (lambda a: {"stream": Stream((0, "x"))}, TypeError, "stream: expected an int"),
 }
 PAGED = {
     "k: page size": (

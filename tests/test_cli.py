@@ -45,12 +45,14 @@ def test_info_lists_versions_configurations_and_devices():
 
 
 def test_info_names_the_devices_and_the_architecture_that_they_take(bundle):
-    stub = {"LD_LIBRARY_PATH": str(library_folder()), "SPARSE_AOT_CUBINS": str(bundle)}
+    log = bundle / "log"
+    stub = {"LD_LIBRARY_PATH": str(library_folder()), "SPARSE_AOT_CUBINS": str(bundle), "STUB_LOG": str(log)}
     for capability, arch in (("9.0", "sm_90a"), ("8.0", None)):
         status, out, _ = run("info", "--json", STUB_CAPABILITY=capability, **stub)
         device = json.loads(out)["devices"][1]
         assert (status, device["name"], device["compute_capability"]) == (0, "Stub GPU", capability)
         assert device["architecture"] == arch
+    assert "cuInit" in log.read_text() and "cuDevicePrimaryCtxRetain" not in log.read_text()
 
 
 def test_verify_passes_on_what_was_built():
@@ -58,7 +60,7 @@ def test_verify_passes_on_what_was_built():
     assert status == 0 and "0 damaged" in out
 
 
-@pytest.mark.parametrize("damage", ["byte", "missing", "offset", "symbol"])
+@pytest.mark.parametrize("damage", ["byte", "missing", "offset", "symbol", "box"])
 def test_verify_names_a_damaged_file(bundle, damage):
     entries = read_manifest(bundle)
     damaged = bundle / entries[1]["file"]
@@ -70,6 +72,11 @@ def test_verify_names_a_damaged_file(bundle, damage):
         damaged.unlink()
     elif damage == "offset":
         entries[1]["params"][2]["offset"] += 8
+    elif damage == "box":
+        entries[1] = next(entry for entry in read_manifest(REAL_BUNDLE) if entry["operation"] == "fwd")
+        damaged = bundle / entries[1]["file"]
+        shutil.copy(REAL_BUNDLE / entries[1]["file"], damaged)
+        entries[1]["params"][0]["tensor_map"]["box"] = [1] * 9
     else:
         entries[1]["symbol"] = "other"
     write_manifest(bundle, entries)
@@ -93,6 +100,28 @@ def test_demo_verifies_the_bundle_and_runs_csr_and_schedule_on_the_host():
 def test_demo_fails_on_a_damaged_bundle(tmp_path):
     status, _, err = run("demo", SPARSE_AOT_CUBINS=str(write_bundle(tmp_path)))
     assert status == 1 and ".cubin" in err
+
+
+def test_info_and_verify_name_a_manifest_that_is_none(tmp_path):
+    manifest = tmp_path / "manifest.json"
+    for text in ("[]", '{"schema": 1}'):
+        manifest.write_text(text)
+        for command in ("info", "verify", "demo"):
+            status, _, err = run(command, SPARSE_AOT_CUBINS=str(tmp_path))
+            assert status == 1 and err.startswith(f"sparse-aot: {manifest}: expected")
+
+
+def test_demo_says_why_a_device_without_kernels_runs_no_attention(monkeypatch, capsys):
+    from sparse_aot import demo
+
+    def refuse(*arguments):
+        raise NotImplementedError("cuda:0 (Old GPU): no kernels for it")
+
+    monkeypatch.setattr(demo, "_driver", type("Driver", (), {"device_count": lambda: 1}))
+    monkeypatch.setattr(demo, "find_framework", lambda: (None, None, "torch"))
+    monkeypatch.setattr(demo, "check_attention", refuse)
+    assert demo.run_demo() == 0
+    assert "attention: not run, cuda:0 (Old GPU): no kernels for it" in capsys.readouterr().out
 
 
 def test_bench_gets_the_rest_of_the_command_line(monkeypatch):

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 from sparse_aot._csr import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
+from sparse_aot._csr_host import walks
 
 BLOCK = 128
+WALK_ROWS = 128  # query rows of a group
+WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_totals")
 NO_BLOCKS = (-1, -2, -(2**31), 2**31 - 1)
 
 
@@ -88,6 +91,45 @@ def brute_force(q2k, cu_q, cu_k, total_rows, target, bucket_tokens):
     }
 
 
+def walk_plan(q2k, cu_q, cu_k, g):
+    """The walk plan's arrays, from the set of blocks of each group."""
+    head_kv, total_q, _ = q2k.shape
+    tokens = WALK_ROWS // g
+    groups, words = -(-total_q // tokens), -(-tokens // 32)
+    blocks = np.zeros((head_kv, groups, 128, 2 + words), np.uint32)
+    counts = np.zeros((head_kv, groups), np.int32)
+    blocks_of = [-(-int(n) // BLOCK) for n in np.diff(cu_k)]
+    sequence_of = {t: s for s in range(len(cu_q) - 1) for t in range(cu_q[s], cu_q[s + 1])}
+    blocks_total = entries_total = 0
+    for head in range(head_kv):
+        for group in range(groups):
+            bits = {}  # (block, sequence) -> tokens, as a bit field
+            for t in range(min(tokens, total_q - group * tokens)):
+                token = group * tokens + t
+                sequence = sequence_of.get(token)
+                kept = set(q2k[head, token].tolist()) & set(range(0 if sequence is None else blocks_of[sequence]))
+                entries_total += len(kept)
+                for block in kept:
+                    bits[block, sequence] = bits.get((block, sequence), 0) | 1 << t
+            counts[head, group] = min(len(bits), 129)
+            blocks_total += len(bits) if len(bits) <= 128 else 1 << 40
+            for i, (block, sequence) in enumerate(sorted(bits) if len(bits) <= 128 else ()):
+                field = bits[block, sequence]
+                blocks[head, group, i] = [sequence, block, *(field >> 32 * w & 0xFFFFFFFF for w in range(words))]
+    return {
+        "walk_blocks": blocks.view(np.int32),
+        "walk_counts": counts,
+        "walk_totals": np.array([blocks_total, entries_total], np.int64),
+    }
+
+
+def assert_walk_plan(schedule, want):
+    for name in WALK_ARRAYS:
+        got = getattr(schedule, name)
+        assert got.dtype == want[name].dtype
+        np.testing.assert_array_equal(got, want[name], name)
+
+
 def assert_equal(got, want):
     items = want["items"]
     assert got["work_count"].tolist() == [len(items)]
@@ -136,6 +178,43 @@ def test_schedule_of_a_csr_equals_the_one_made_with_it(seed):
         np.testing.assert_array_equal(array, want[name], name)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_walk_plan_equals_brute_force(seed):
+    q2k, cu_q, cu_k, total_rows, g = random_case(seed)
+    _, _, schedule = build(q2k, cu_q, cu_k, total_rows=total_rows, qhead_per_kv=g, return_schedule=True)
+    assert_walk_plan(schedule, walk_plan(q2k, cu_q, cu_k, g))
+
+
+@pytest.mark.parametrize("g", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("distinct", [127, 128, 129, 250])
+def test_a_union_has_up_to_128_blocks(distinct, g):
+    total_q = 400
+    rng = np.random.default_rng(distinct)
+    q2k = rng.integers(0, 3, (2, total_q, 32), np.int32)
+    first = q2k[0, : WALK_ROWS // g].reshape(-1)
+    first[:distinct] = rng.permutation(300)[:distinct]
+    first[distinct:] = first[0]
+    cu_q, cu_k = offsets([total_q]), offsets([300 * BLOCK])
+    _, _, schedule = build(q2k, cu_q, cu_k, qhead_per_kv=g, return_schedule=True)
+    want = walk_plan(q2k, cu_q, cu_k, g)
+    assert want["walk_counts"][0, 0] == min(distinct, 129)
+    assert_walk_plan(schedule, want)
+    assert (schedule.walk_totals[0] >= 1 << 40) == (distinct > 128)
+
+
+def test_only_the_build_makes_a_walk_plan():
+    q2k, cu_q, cu_k, _, g = random_case(4)
+    schedule, _ = prepare(build_all(q2k, cu_q, cu_k), q2k, cu_q, cu_k, g)
+    disabled, _ = prepare(build_all(q2k, cu_q, cu_k), q2k, cu_q, cu_k, g, enabled=False)
+    assert all(getattr(made, name) is None for made in (schedule, disabled) for name in WALK_ARRAYS)
+
+
+def test_when_the_forward_walks():
+    assert walks(7, 40, 8) and not walks(7, 39, 8)  # 7 * 8 * 5 = 40 * 7
+    assert not walks(0, 0, 128) and walks(0, 1, 128)
+    assert not walks(1 << 40, 1 << 59, 8) and not walks(-1, 100, 8) and not walks(1, -1, 8)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 31, 32, 33, 4096])
 def test_rows_number_blocks_outermost_for_any_batch(batch):
     rng = np.random.default_rng(batch)
@@ -178,6 +257,8 @@ def test_empty_sequences(lens_q, lens_k):
     q2k = np.zeros((2, int(cu_q[-1]), 4), np.int32)
     got = build_all(q2k, cu_q, cu_k)
     assert_equal(got, brute_force(q2k, cu_q, cu_k, count_rows(cu_k), got["target_q_per_cta"], 128))
+    _, _, schedule = build(q2k, cu_q, cu_k, qhead_per_kv=8, return_schedule=True)
+    assert_walk_plan(schedule, walk_plan(q2k, cu_q, cu_k, 8))
 
 
 def test_strides_of_q2k_are_honoured():
@@ -210,6 +291,14 @@ def test_results_are_of_the_type_that_went_in():
             np.testing.assert_array_equal(got[name].numpy(), array, name)
 
 
+def test_a_tensor_without_memory_is_refused():
+    torch = pytest.importorskip("torch")
+    freed = torch.zeros((2, 10, 4), dtype=torch.int32)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="q2k_indices: expected an array with memory"):
+        build_k2q_csr(**GOOD | {"q2k_indices": freed})
+
+
 def test_a_disabled_schedule_leaves_the_buffers_alone():
     q2k, cu_q, cu_k, _, g = random_case(8)
     schedule, filled = prepare(build_all(q2k, cu_q, cu_k), q2k, cu_q, cu_k, g, enabled=False)
@@ -223,6 +312,35 @@ GOOD = {
     "cu_seqlens_k": np.array([0, 100, 300], np.int32),
     "total_k": 300,
 }
+
+
+UNALIGNED = np.zeros(4 * 80 + 1, np.uint8)[1:].view(np.int32)
+
+
+class Speaker:
+    """Speaks DLPack, but no module makes arrays of its type."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+
+class Mute(Speaker):
+    def __dlpack__(self, **options):
+        raise RuntimeError("not today\nwith a backtrace")
+
+
+def test_every_argument_but_the_first_may_be_of_any_type():
+    want = build_k2q_csr(**GOOD)
+    got = build_k2q_csr(**GOOD | {name: Speaker(GOOD[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")})
+    for array, expected in zip(got, want, strict=True):
+        assert type(array) is np.ndarray
+        np.testing.assert_array_equal(array, expected)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +370,16 @@ GOOD = {
         ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected an integer from 0"),
         ({"blk_kv": 64}, NotImplementedError, "blk_kv: got 64; supported: 128"),
         ({"qhead_per_kv": 3}, NotImplementedError, "qhead_per_kv: got 3; supported: 1, 2, 4, 8, 16"),
+        ({"qhead_per_kv": 4.0}, TypeError, "qhead_per_kv: expected an integer, got float"),
+        ({"blk_kv": np.array([128, 128])}, TypeError, "blk_kv: expected an integer, got ndarray"),
+        ({"stream": "main"}, TypeError, "stream: expected an int handle or an object with __cuda_stream__, got str"),
+        ({"q2k_indices": UNALIGNED.reshape(2, 10, 4)}, ValueError, "q2k_indices: expected an address aligned to 4"),
+        ({"cu_seqlens_k": UNALIGNED[:3]}, ValueError, "cu_seqlens_k: expected an address aligned to 4 bytes"),
+        ({"q2k_indices": np.zeros((2, 10, 4), ">i4")}, ValueError, "q2k_indices: .*over DLPack: .*byte order"),
+        ({"cu_seqlens_q": np.array([0, 4, 10], object)}, ValueError, "cu_seqlens_q: .*over DLPack: "),
+        ({"q2k_indices": Speaker(np.zeros((2, 10, 4), np.int32))}, TypeError, "q2k_indices: .* no from_dlpack for Spe"),
+        ({"cu_seqlens_q": Speaker(None)}, TypeError, "cu_seqlens_q: expected an array that speaks DLPack"),
+        ({"cu_seqlens_q": Mute(GOOD["cu_seqlens_q"])}, ValueError, "cu_seqlens_q: .*over DLPack: not today"),
     ],
 )  # fmt: skip
 def test_bad_arguments_of_build_are_named(changes, error, message):
@@ -295,3 +423,38 @@ def test_bad_arguments_of_prepare_are_named(changes, error, message):
     prepare(csr, *arrays.values(), 1)
     with pytest.raises(error, match=message):
         prepare(csr, *arrays.values(), 1, **changes)
+
+
+@pytest.mark.parametrize(
+    "written, other",
+    [
+        ("k2q_qsplit_indices", "k2q_q_indices"),
+        ("k2q_qsplit_indices", "k2q_row_ptr"),
+        ("k2q_qsplit_indices", "cu_seqlens_q"),
+        ("split_counts", "cu_seqlens_k"),
+        ("split_counts", "k2q_q_indices"),
+        ("k2q_qsplit_indices", "split_counts"),
+    ],
+)
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+def test_what_prepare_writes_must_not_overlap_what_it_reads(written, other, shift):
+    arrays = {name: GOOD[name] for name in ("q2k_indices", "cu_seqlens_q", "cu_seqlens_k")}
+    csr = build_all(*arrays.values())
+    _, filled = prepare(csr, *arrays.values(), 1)
+    good = csr | filled | arrays
+    first, second = good[written], good[other]
+    room = np.zeros(first.size + second.size, np.int32)
+
+    def place(start):
+        views = room[: first.size].reshape(first.shape), room[start : start + second.size].reshape(second.shape)
+        views[1][...] = second
+        return {name: view for name, view in zip((written, other), views, strict=True) if name not in arrays}, views[1]
+
+    def run(start):
+        placed, view = place(start)
+        cu_seqlens = [view if name == other else arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        return prepare(csr, arrays["q2k_indices"], *cu_seqlens, 1, **placed)
+
+    run(first.size)  # neighbours do not overlap
+    with pytest.raises(ValueError, match=f"{written}: expected memory of its own, got some of {other}"):
+        run(max(0, min(first.size - 1, first.size // 2 + shift)))

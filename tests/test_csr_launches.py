@@ -72,7 +72,7 @@ def test_grids_cover_entries_rows_and_digits():
     build_k2q_csr(**arguments(total_q=3000, total_rows=1000, topk=16, head_kv=3), return_schedule=True)
     entries, rows = 3 * -(-3000 * 16 // 4096), 3 * -(-1000 // 256)
     grids = [launch["grid"][0] for launch in launches() if launch["operation"] != "csr_rows"]  # which is persistent
-    assert grids == [entries, 3 * 1024 // 32, entries, 3 * -(-1001 // 256), rows, 3, rows]
+    assert grids == [entries, 3 * -(-3000 // 128), 3 * 1024 // 32, entries, 3 * -(-1001 // 256), rows, 3, rows]
     assert all(launch["grid"][1:] == [1, 1] for launch in launches())
 
 
@@ -81,8 +81,8 @@ def test_grids_cover_entries_rows_and_digits():
 def test_with_total_rows_nothing_waits_and_scratch_is_one_allocation(return_schedule):
     build_k2q_csr(**arguments(foreign=True), return_schedule=return_schedule)
     assert operations()[-3:] == (SCHEDULE if return_schedule else operations()[-3:])
-    assert not recorded("cuStreamSynchronize") and not recorded("cuMemcpy2DAsync")
-    results = 7 if return_schedule else 2
+    assert not recorded("cuStreamSynchronize") and not recorded("cuMemcpy2DAsync") and not recorded("cuMemsetD32Async")
+    results = 11 if return_schedule else 2  # walk_totals twice
     assert len(recorded("cuMemAllocAsync")) == results + 1
 
 
@@ -113,9 +113,43 @@ def test_empty_problems_are_filled_without_kernels(total_q, total_rows):
     assert row_ptr.shape == (2, total_rows + 1) and not row_ptr.any()
     assert (q_indices == -1).all() and (schedule.qsplit_indices == -1).all() and not schedule.split_counts.any()
     assert schedule.split_entries.shape == (2, total_q, 16)
+    groups = -(-total_q // 128)
+    assert schedule.walk_blocks.shape == (2, groups, 128, 6) and not schedule.walk_blocks.any()
+    assert schedule.walk_counts.shape == (2, groups) and not schedule.walk_counts.any()
+    assert schedule.walk_totals.tolist() == [0, 0]
     for made in (schedule, prepared):
         assert (made.split_entries == -1).all()
         assert made.work_capacity == 0 and made.scheduler_metadata.shape == (0, 6) and made.work_count.tolist() == [0]
+
+
+@pytest.mark.parametrize("g, tokens, words", [(1, 128, 4), (2, 64, 2), (4, 32, 1), (8, 16, 1), (16, 8, 1)])
+@on_stub
+def test_the_walk_plan_is_made_of_unsorted_keys(g, tokens, words):
+    *_, schedule = build_k2q_csr(**arguments(), qhead_per_kv=g, return_schedule=True)
+    assert operations()[:3] == ["csr_rows", "csr_keys", "walk_plan"]
+    rows, keys, walk = (launch["params"] for launch in launches()[:3])
+    groups = -(-3000 // tokens)
+    assert launches()[2]["grid"] == [2 * groups, 1, 1]
+    assert schedule.walk_blocks.shape == (2, groups, 128, 2 + words) and schedule.walk_counts.shape == (2, groups)
+    assert walk["keys"] == keys["keys"] and walk["walk_totals"] == rows["walk_totals"]
+    for name in ("walk_blocks", "walk_counts", "walk_totals"):
+        assert walk[name] == getattr(schedule, name).data_ptr()
+    sizes = {name: walk[name] for name in ("size", "topk", "total_rows", "groups", "tokens_per_group")}
+    assert list(sizes.values()) == [3000 * 16, 16, 1000, groups, tokens]
+    assert str(schedule.walk_totals.dtype) == "torch.int64"
+
+
+@on_stub
+def test_the_forward_keeps_its_totals_where_a_framework_converts_them():
+    *_, schedule = build_k2q_csr(**arguments(foreign=True), return_schedule=True)
+    (walk,) = (launch["params"] for launch in launches() if launch["operation"] == "walk_plan")
+    (copied,) = recorded("cuMemcpyDtoDAsync")
+    assert copied["source"] == walk["walk_totals"] and copied["bytes"] == 16
+    assert schedule.walk_totals.host.dtype == np.int32
+    freed = [free["pointer"] for free in recorded("cuMemFreeAsync")]
+    assert copied["target"] in freed and copied["source"] not in freed
+    del schedule
+    assert copied["source"] in [free["pointer"] for free in recorded("cuMemFreeAsync")]
 
 
 @on_stub
@@ -129,7 +163,36 @@ def test_prepare_makes_slots_and_schedule_without_a_sort():
     assert cleared["pointer"] == schedule.split_counts.data_ptr() and cleared["count"] == 3000 * 2
     collected, ordered = (launch["params"]["split_entries"] for launch in launches()[count : count + 2])
     assert collected == ordered == prepared.split_entries.data_ptr() != schedule.split_entries.data_ptr()
+    (rows,) = (launch["params"] for launch in launches()[count:] if launch["operation"] == "csr_rows")
+    assert rows["walk_totals"] == 0 and prepared.walk_blocks is prepared.walk_counts is prepared.walk_totals is None
     assert prepared.qsplit_indices is schedule.qsplit_indices and prepared.split_counts is schedule.split_counts
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda", "<CUDA Device 0>", 0, None])
+@on_stub
+def test_a_device_that_is_that_of_the_arrays_is_taken(device):
+    given = arguments()
+    prepare(given, *build_k2q_csr(**given, return_schedule=True), device=device)
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu", "<CUDA Device 12>", 1])
+@on_stub
+def test_a_device_that_contradicts_the_arrays_is_named(device):
+    given = arguments()
+    built = build_k2q_csr(**given, return_schedule=True)
+    count = len(launches())
+    with pytest.raises(ValueError, match=r"device: expected that of the arrays, cuda:0 .*, got "):
+        prepare(given, *built, device=device)
+    assert len(launches()) == count
+
+
+@on_stub
+def test_addresses_that_a_kernel_cannot_read_are_refused():
+    given = arguments(foreign=True)
+    given["cu_seqlens_k"].host = np.zeros(9, np.uint8)[1:].view(np.int32)
+    with pytest.raises(ValueError, match="cu_seqlens_k: expected an address aligned to 4 bytes"):
+        build_k2q_csr(**given)
+    assert not launches()
 
 
 @on_stub

@@ -1,13 +1,16 @@
 """What the launcher asks of the driver: parameters, descriptors, grids, streams, loading, errors."""
 
+import ctypes
 import hashlib
 import itertools
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -585,6 +588,14 @@ DAMAGES = {
         lambda: edit_manifest(lambda entry: entry["params"][0]["tensor_map"].update(swizzle=96)),
         "does not encode",
     ),
+    "a box of more dimensions than there can be": (
+        lambda: edit_manifest(lambda entry: entry["params"][0]["tensor_map"].update(box=[1] * 9)),
+        "does not encode",
+    ),
+    "a box of no extent": (
+        lambda: edit_manifest(lambda entry: entry["params"][0]["tensor_map"].update(box=[64, -1])),
+        "does not encode",
+    ),
     "another offset in the driver": (
         lambda: edit_layout(lambda line: line.__setitem__(4, "440:8")),
         "parameter q: the driver",
@@ -610,7 +621,14 @@ def test_a_damaged_kernel_is_an_error_that_names_its_file(damage):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "not readable"), (json.dumps({"schema": 2}), "schema 1, got 2"), (None, "no bundle")]
+    ("text", "message"),
+    [
+        (None, "no bundle"),
+        ("{", "not readable"),
+        ("[]", "schema 1, got None"),
+        (json.dumps({"schema": 2}), "schema 1, got 2"),
+        (json.dumps({"schema": 1, "package_version": "0", "dsl_version": "0"}), "configurations .* list, got None"),
+    ],
 )
 @on_stub(fresh=True)
 def test_a_bad_manifest_is_an_error_that_names_it(text, message):
@@ -619,6 +637,46 @@ def test_a_bad_manifest_is_an_error_that_names_it(text, message):
     with pytest.raises(sparse_aot.BundleError, match=message) as caught:
         sparse_aot.preload()
     assert str(path) in str(caught.value)
+
+
+MANIFEST_FIELDS = [
+    "name",
+    "arch",
+    "operation",
+    "options",
+    "options.g",
+    "file",
+    "sha256",
+    "size",
+    "symbol",
+    "threads",
+    "smem_bytes",
+    "work_per_cta",
+    "pdl",
+    "walks",
+    "params.name",
+    "params.offset",
+    "params.tensor_map",
+    "params.tensor_map.swizzle",
+]
+
+
+@pytest.mark.parametrize("value", [None, []])
+@pytest.mark.parametrize("field", MANIFEST_FIELDS)
+@on_stub(fresh=True)
+def test_a_manifest_with_a_bad_field_is_an_error_that_names_both(field, value):
+    path = Path(os.environ["SPARSE_AOT_CUBINS"]) / "manifest.json"
+    *parents, name = field.split(".")
+
+    def change(entry):
+        for parent in parents:
+            entry = entry[parent][0] if parent == "params" else entry[parent]
+        entry[name] = value
+
+    edit_manifest(change)
+    with pytest.raises(sparse_aot.BundleError, match=rf"{path}: configuration 8: .*{name}"):
+        sparse_aot.preload()
+    assert not recorded("cuModuleLoadData")
 
 
 # ------------------------------------------------------------------------------------------------------ driver errors
@@ -642,6 +700,8 @@ def test_driver_errors_have_the_drivers_name_the_kernel_and_the_launch(function,
     with failing(function, ILLEGAL_ADDRESS), pytest.raises(sparse_aot.CudaError) as caught:
         call.run() if call else Call()
     assert caught.value.code == ILLEGAL_ADDRESS
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copied), copied.code, str(copied)) == (sparse_aot.CudaError, ILLEGAL_ADDRESS, str(caught.value))
     for word in [*words, "CUDA_ERROR_ILLEGAL_ADDRESS", "said by the stub driver"]:
         assert word in str(caught.value)
 
@@ -654,6 +714,45 @@ def test_a_call_works_after_one_that_failed():
             call.run()
     call.run()
     forward_and_combine()
+
+
+@on_stub(fresh=True)
+def test_a_module_that_is_refused_is_unloaded():
+    call = Call()
+    clear_log()
+    with failing("cuFuncSetAttribute", ILLEGAL_ADDRESS), pytest.raises(sparse_aot.CudaError):
+        call.run()
+    assert len(recorded("cuModuleUnload")) == 1
+    call.run()
+    assert len(recorded("cuModuleUnload")) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        ("cuda:0", TypeError, "device: expected an integer, got str"),
+        (-1, ValueError, "device: expected an integer from 0"),
+        (1 << 40, ValueError, "device: expected an integer from 0"),
+    ],
+)
+@on_stub
+def test_preload_takes_the_number_of_a_device(device, error, message):
+    with pytest.raises(error, match=message):
+        sparse_aot.preload(device)
+
+
+@on_stub
+def test_no_context_stays_current_where_an_importer_fails():
+    call = Call(foreign=True)
+    context = ctypes.c_void_p()
+
+    def fail(source):
+        raise RuntimeError("no import")
+
+    with mock.patch("stub_driver.from_dlpack", fail), pytest.raises(RuntimeError, match="no import") as caught:
+        call.run()
+    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
+    assert caught.value.__traceback__ is not None and context.value is None
 
 
 @on_stub
@@ -672,6 +771,13 @@ def test_the_package_imports_without_a_driver_or_a_framework():
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert (result.returncode, result.stdout) == (0, "0\n"), result.stderr
+
+
+def test_preload_without_a_driver_is_a_cuda_error():
+    code = "import sparse_aot\ntry:\n    sparse_aot.preload()\nexcept sparse_aot.CudaError as error:\n    print(error)"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.stdout.startswith("cuInit: "), result.stderr
 
 
 # --------------------------------------------------------------------------------------------------- the real bundle

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 BLK_KV = 128
 
@@ -26,3 +26,15 @@ def mask_columns(scores: cute.Tensor, visible, first_column: Int32):
             for row in cutlass.range_constexpr(2):
                 if first_column + (8 * group + i) >= visible[row]:
                     scores[row, (i, group)] = -Float32.inf
+
+
+@cute.jit
+def mask_row(scores: cute.Tensor, visible: Int32):
+    """Set to -inf what lies at or past the row's ``visible`` keys; ``scores`` is the whole row.
+
+    One bit a column: compared with ``visible`` itself, neighbouring columns become a chain of selects.
+    """
+    for first in cutlass.range_constexpr(0, BLK_KV, 32):
+        seen = Int32((Int64(1) << min(max(visible - first, 0), 32)) - 1)
+        for i in cutlass.range_constexpr(32):
+            scores[first + i] = -Float32.inf if (seen >> i & 1) == 0 else scores[first + i]

@@ -6,8 +6,8 @@ schedule, int32 [Hkv, total_q, topk], is the way back: the entry of its head in 
 
 A row's 128 columns are stored in the order in which a warpgroup's accumulator holds them: 16-byte chunk ``4 * u + c``
 is what the lane with ``lane % 4 == c`` has in the groups of eight columns ``pairs * u .. pairs * (u + 1) - 1``, two
-columns from each. In odd rows chunks 4 further on or back change places, so that two rows side by side in shared
-memory share no bank.
+columns from each. The chunks of a row change places with its number, so that neither two rows written by four lanes
+each (wgmma's accumulator) nor eight rows written by a lane each (tensor memory's) share a bank of shared memory.
 """
 
 import cutlass.cute as cute
@@ -33,7 +33,8 @@ def row_index(entry: Int64, group_head: Int32, g: Int32 | int) -> Int64:
 
 def place(row: Int64, index: Int32) -> Int32:
     """Where in a row chunk ``index`` lies."""
-    return index ^ Int32(row & 1) * 4
+    number = Int32(row & 7)
+    return index ^ ((number & 1) * 4 + (number >> 1))
 
 
 def chunk(partial: cute.Pointer, row: Int64, index: Int32) -> cute.Tensor:

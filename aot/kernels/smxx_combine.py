@@ -16,13 +16,15 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 from aot.kernel import Kernel, Ptr
 from aot.kernels import partials, work
 
+ROWS_PER_WARP = 4  # one after the other: fewer CTAs to start where there is nothing to combine
+
 
 class Combine(Kernel):
     def __init__(self, partial: str, topk: int):
         self.dtype = partials.PARTIAL_DTYPES[partial]
         self.topk = topk
         self.threads = 256
-        self.work_per_cta = self.threads // 32
+        self.work_per_cta = ROWS_PER_WARP * (self.threads // 32)
         self.lanes = partials.HEAD_DIM // partials.chunk_elements(self.dtype)  # of a row
         self.pdl = True
         self.params = {
@@ -31,6 +33,7 @@ class Combine(Kernel):
             "partial_lse_temperature": Ptr(Float32),
             "split_counts": Ptr(Int32),
             "split_entries": Ptr(Int32),
+            "walk_totals": Ptr(Int64, 8),
             "out": Ptr(BFloat16),
             "lse": Ptr(Float32),
             "lse_temperature": Ptr(Float32),
@@ -51,6 +54,7 @@ class Combine(Kernel):
         partial_lse_temperature: cute.Pointer,
         split_counts: cute.Pointer,
         split_entries: cute.Pointer,
+        walk_totals: cute.Pointer,
         out: cute.Pointer,
         lse: cute.Pointer,
         lse_temperature: cute.Pointer,
@@ -63,13 +67,27 @@ class Combine(Kernel):
         qhead_per_kv: Int32,
     ):
         cta, _, _ = cute.arch.block_idx()
+        warps = self.threads // 32
+        partial = (partial_out, partial_lse, partial_lse_temperature)
+        splits = (split_counts, split_entries)
+        output = (out, lse, lse_temperature, out_stride_token, out_stride_head, lse_stride_token, lse_stride_head)
+        cute.arch.griddepcontrol_wait()
+        if not work.walks(walk_totals, work.WALK_ROWS // qhead_per_kv):  # else the output is already there
+            for i in cutlass.range(ROWS_PER_WARP, unroll=1):
+                row = (Int64(cta) * ROWS_PER_WARP + i) * warps + cute.arch.warp_idx()
+                self.merge(row, partial, splits, output, total_q, head_kv, qhead_per_kv)
+
+    @cute.jit
+    def merge(self, row, partial, splits, output, total_q, head_kv, qhead_per_kv):
+        """One warp: a row of the output."""
+        partial_out, partial_lse, partial_lse_temperature = partial
+        split_counts, split_entries = splits
+        out, lse, lse_temperature, out_stride_token, out_stride_head, lse_stride_token, lse_stride_head = output
         lane = cute.arch.lane_idx()
-        row = Int64(cta) * self.work_per_cta + cute.arch.warp_idx()
         pair = Uint32(row >> cute.arch.popc(qhead_per_kv - 1))  # (token, KV head); qhead_per_kv is a power of two
         group_head = Int32(row) & (qhead_per_kv - 1)
         token = pair // Uint32(head_kv)
         kv_head = Int32(pair - token * Uint32(head_kv))
-        cute.arch.griddepcontrol_wait()
         if token < Uint32(total_q):
             count = min(work.vector(split_counts)[Int64(pair)], self.topk)
             acc = cute.make_rmem_tensor(partials.chunk_elements(self.dtype), Float32)

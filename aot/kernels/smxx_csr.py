@@ -4,7 +4,8 @@ Every (token, selected block) is an entry. Entries are keyed by CSR row and sort
 the tokens of a row ascending; an entry's value is its qsplit word, token | slot << 24. Dropped entries have key
 ``total_rows`` and value -1, so that they end up as the tail of -1. The way back is ``split_entries``
 [head_kv, total_q, topk]: where in its head the entry of a token's slot stands, -1 past the token's count.
-Launches of build_k2q_csr: CsrRows, CsrKeys, { RadixScan, RadixScatter, RadixCount of the next pass }, CsrRowPtr.
+Launches of build_k2q_csr: CsrRows, CsrKeys, { RadixScan, RadixScatter, RadixCount of the next pass }, CsrRowPtr; with
+a schedule, WalkPlan (smxx_walk.py) after CsrKeys.
 From a given CSR the slots come back without q2k or sort: memset of split_counts, CsrCollect, CsrSplit.
 
 Rows are numbered block outermost, sequence innermost. ``row_of`` has them in sequence order: block b of sequence s is
@@ -53,7 +54,8 @@ class CsrRows(Kernel):
 
     A warp takes a block number and walks the sequences twice: the first walk finds the block's first row, the second
     ranks the sequences that have it by ballot, O(batch / 32) each: long sequences and large batches are both cheap.
-    ``row_sequence`` and ``row_block`` of rows that no sequence has are -1."""
+    ``row_sequence`` and ``row_block`` of rows that no sequence has are -1. ``walk_totals`` [2], where not null, becomes
+    0: WalkPlan (smxx_walk.py) adds to it."""
 
     def __init__(self) -> None:
         self.threads = 512
@@ -65,6 +67,7 @@ class CsrRows(Kernel):
             "sequence_base": Ptr(Int32),
             "row_sequence": Ptr(Int32),
             "row_block": Ptr(Int32),
+            "walk_totals": Ptr(Int64, align=8),
             "batch": Int32,
             "total_rows": Int32,
         }
@@ -77,6 +80,7 @@ class CsrRows(Kernel):
         sequence_base: cute.Pointer,
         row_sequence: cute.Pointer,
         row_block: cute.Pointer,
+        walk_totals: cute.Pointer,
         batch: Int32,
         total_rows: Int32,
     ):
@@ -109,6 +113,8 @@ class CsrRows(Kernel):
             block += ctas * self.warps
             row, having = rows_before(cu_seqlens_k, block, batch, total_rows)
 
+        if walk_totals.toint() != 0 and cta == 0 and thread < 2:
+            walk_totals[thread] = Int64(0)
         rows, having = rows_before(cu_seqlens_k, total_rows, batch, total_rows)
         for row in range(rows + cta * self.threads + thread, total_rows, ctas * self.threads):
             if row >= 0:

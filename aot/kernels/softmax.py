@@ -1,4 +1,4 @@
-"""Softmax over one block of keys: the block is the whole row of this split, so nothing is ever rescaled."""
+"""Pieces of a softmax over a block of keys, for threads that hold parts of two rows or a whole one."""
 
 import cutlass
 import cutlass.cute as cute
@@ -21,21 +21,23 @@ def quad_sum(x: Float32) -> Float32:
 
 @cute.jit
 def row_maxima(scores: cute.Tensor):
-    """The largest score of each of a thread's two rows, 0 for a row that sees nothing, so that ``exp2`` of its scores
-    is 0 and not NaN. ``scores`` is (2 rows, columns); the rows go side by side to keep the pipes busy."""
+    """The largest score of each of a thread's two rows, -inf for a row that sees nothing. ``scores`` is (2 rows,
+    columns); the rows go side by side to keep the pipes busy."""
     maxima = cute.make_rmem_tensor((2, 2), Float32)
     maxima.fill(-Float32.inf)
     for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
         for row in cutlass.range_constexpr(2):
             maxima[row, i % 2] = cute.arch.fmax(maxima[row, i % 2], scores[row, i])
-    first, second = (
+    return (
         quad_max(cute.arch.fmax(maxima[0, 0], maxima[0, 1])),
         quad_max(cute.arch.fmax(maxima[1, 0], maxima[1, 1])),
     )
-    return (
-        Float32(0.0) if first == -Float32.inf else first,
-        Float32(0.0) if second == -Float32.inf else second,
-    )
+
+
+@cute.jit
+def finite(maximum: Float32) -> Float32:
+    """A row's maximum as the reference of its exponentials: 0 where it sees nothing, so that they are 0 and not NaN."""
+    return Float32(0.0) if maximum == -Float32.inf else maximum
 
 
 @cute.jit
@@ -51,3 +53,41 @@ def row_sums_exp2(scores: cute.Tensor, references, scale_log2: Float32, keep: cu
             if cutlass.const_expr(keep):
                 scores[row, i] = weight
     return quad_sum(sums[0, 0] + sums[0, 1]), quad_sum(sums[1, 0] + sums[1, 1])
+
+
+@cute.jit
+def reciprocal(x: Float32) -> Float32:
+    """1 / x, or 0 for the sum of a row that sees nothing."""
+    return cute.arch.rcp_approx(x) if x > 0.0 else Float32(0.0)
+
+
+@cute.jit
+def row_maximum(scores: cute.Tensor) -> Float32:
+    """``row_maxima`` for a thread that holds a whole row."""
+    maxima = cute.make_rmem_tensor(4, Float32)
+    maxima.fill(-Float32.inf)
+    for i in cutlass.range_constexpr(0, cute.size(scores), 8):
+        for j in cutlass.range_constexpr(4):
+            pair = cute.arch.fmax(scores[i + j], scores[i + j + 4])
+            maxima[j] = cute.arch.fmax(maxima[j], pair)
+    return cute.arch.fmax(cute.arch.fmax(maxima[0], maxima[1]), cute.arch.fmax(maxima[2], maxima[3]))
+
+
+@cute.jit
+def row_sum_exp2(scores: cute.Tensor, reference: Float32, scale_log2: Float32, keep: cutlass.Constexpr[bool]):
+    """``row_sums_exp2`` for a thread that holds a whole row, or a part of one: two columns to an instruction."""
+    scale, offset = (scale_log2, scale_log2), (-reference * scale_log2, -reference * scale_log2)
+    even, odd = (Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))
+    for i in cutlass.range_constexpr(0, cute.size(scores), 4):
+        for j in cutlass.range_constexpr(2):
+            column = i + 2 * j
+            exponents = cute.arch.fma_packed_f32x2((scores[column], scores[column + 1]), scale, offset)
+            weights = tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
+            if cutlass.const_expr(j == 0):
+                even = cute.arch.add_packed_f32x2(even, weights)
+            else:
+                odd = cute.arch.add_packed_f32x2(odd, weights)
+            if cutlass.const_expr(keep):
+                scores[column], scores[column + 1] = weights
+    total = cute.arch.add_packed_f32x2(even, odd)
+    return total[0] + total[1]

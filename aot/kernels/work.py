@@ -5,11 +5,15 @@ Whatever stands in the schedule or the CSR, a decoded item names only entries, r
 """
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from aot.kernels.mask import BLK_KV
 
 METADATA_COLUMNS = 6  # KV head, CSR row, first entry within the row, number of entries, sequence, block
+# The walk plan: the union of the blocks that a group of query tokens selects, see Schedule in sparse_aot/_schedule.pyx.
+WALK_ROWS = 128  # query rows of a group: T = 128 / G tokens
+WALK_CAP = 128  # blocks of a union
+WALK_TOO_MANY = 1 << 40  # what a group with more than that adds to the first of walk_totals
 NO_DIAGONAL = 1 << 29  # as causal_shift: every token is before the diagonal
 
 
@@ -72,3 +76,20 @@ def bounds(
         # Token t is query t - start_q and sees keys up to t - start_q + len_k - len_q: start_q cancels.
         causal_shift = key_limit + 1 - vector(cu_seqlens_q)[sequence + 1]
     return key_limit, causal_shift
+
+
+@cute.jit
+def walks(walk_totals: cute.Pointer, tokens_per_group: Int32) -> Boolean:
+    """Whether the forward walks the unions of the groups' blocks, and so leaves nothing to combine.
+
+    ``walk_totals``, int64 [2], may be null, which is a no: blocks in all unions and selections that count. The rule: a
+    walk multiplies at most 1.4 times the query rows that were selected, and no group has more than WALK_CAP blocks.
+    ``walks`` of sparse_aot/_csr_host.pyx is the same for the host.
+    """
+    result = Boolean(False)
+    if walk_totals.toint() != 0:
+        blocks = walk_totals[0]
+        selected = walk_totals[1]
+        result = blocks >= 0 and blocks < WALK_TOO_MANY and selected > 0
+        result = result and blocks * Int64(tokens_per_group) * 5 <= selected * 7
+    return result

@@ -18,7 +18,8 @@ SHAPES = {  # batch, longest query, longest key sequence
     "one token each": (64, 1, 40_000),
     "4096 sequences": (4096, 3, 700),
 }
-SCHEDULE_ARRAYS = ("qsplit_indices", "split_counts", "split_entries", "work_count")
+WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_totals")
+SCHEDULE_ARRAYS = ("qsplit_indices", "split_counts", "split_entries", *WALK_ARRAYS, "work_count")
 
 
 def csr_case(shape, topk, head_kv, seed=0, qhead_per_kv=4):
@@ -30,13 +31,28 @@ def csr_case(shape, topk, head_kv, seed=0, qhead_per_kv=4):
     return make_case(lens_q=lens_q, lens_k=lens_k, q2k=q2k, seed=seed, device="cuda", **tiny)
 
 
-def numpy_of(plan):
-    """row_ptr, q_indices, live work items and the schedule's arrays, on the host."""
+def numpy_of(plan, without=()):
+    """row_ptr, q_indices, the schedule's arrays and its live work items, on the host."""
     row_ptr, q_indices, schedule = plan
-    arrays = [row_ptr, q_indices, *(getattr(schedule, name) for name in SCHEDULE_ARRAYS), schedule.scheduler_metadata]
+    names = [name for name in SCHEDULE_ARRAYS if name not in without]
+    arrays = [row_ptr, q_indices, *(getattr(schedule, name) for name in names), schedule.scheduler_metadata]
     arrays = [x if isinstance(x, np.ndarray) else x.cpu().numpy() for x in arrays]
     arrays[-1] = arrays[-1][: arrays[-2][0]]
     return arrays
+
+
+def build_on_host(case):
+    return build_k2q_csr(
+        *(x.cpu().numpy() for x in (case.q2k, case.cu_seqlens_q, case.cu_seqlens_k)), BLOCK, total_k=case.total_k,
+        max_seqlen_k=case.max_seqlen_k, max_seqlen_q=case.max_seqlen_q, total_rows=case.total_rows,
+        qhead_per_kv=case.qhead_per_kv, return_schedule=True,
+    )  # fmt: skip
+
+
+def assert_same_as_on_host(plan, case):
+    for on_device, on_host in zip(numpy_of(plan), numpy_of(build_on_host(case)), strict=True):
+        assert isinstance(on_host, np.ndarray) and on_device.dtype == on_host.dtype
+        np.testing.assert_array_equal(on_device, on_host)
 
 
 @pytest.mark.parametrize("head_kv", [1, 4])
@@ -45,7 +61,7 @@ def numpy_of(plan):
 def test_device_csr_and_schedule_equal_the_host_ones_and_the_reference(shape, topk, head_kv):
     case = csr_case(shape, topk, head_kv, seed=topk + head_kv)
     plan = build(case)
-    row_ptr, q_indices, qsplit_indices, split_counts, split_entries, work_count, items = numpy_of(plan)
+    row_ptr, q_indices, qsplit_indices, split_counts, split_entries, *_, work_count, items = numpy_of(plan)
     want = case.csr()
     np.testing.assert_array_equal(row_ptr, want.row_ptr)
     np.testing.assert_array_equal(q_indices, want.q_indices)
@@ -56,15 +72,9 @@ def test_device_csr_and_schedule_equal_the_host_ones_and_the_reference(shape, to
     assert schedule.enabled and schedule.scheduler_metadata.shape == (schedule.work_capacity, 6)
     check_schedule(items, work_count[0], schedule.target_q_per_cta, want)
 
-    host = build_k2q_csr(
-        *(x.cpu().numpy() for x in (case.q2k, case.cu_seqlens_q, case.cu_seqlens_k)), BLOCK, total_k=case.total_k,
-        max_seqlen_k=case.max_seqlen_k, max_seqlen_q=case.max_seqlen_q, total_rows=case.total_rows,
-        qhead_per_kv=case.qhead_per_kv, return_schedule=True,
-    )  # fmt: skip
-    assert host[2].target_q_per_cta == schedule.target_q_per_cta and host[2].work_capacity == schedule.work_capacity
-    for on_device, on_host in zip(numpy_of(plan), numpy_of(host), strict=True):
-        assert isinstance(on_host, np.ndarray)
-        np.testing.assert_array_equal(on_device, on_host)
+    host = build_on_host(case)[2]
+    assert host.target_q_per_cta == schedule.target_q_per_cta and host.work_capacity == schedule.work_capacity
+    assert_same_as_on_host(plan, case)
 
 
 @pytest.mark.parametrize("qhead_per_kv", [1, 2, 4, 8, 16])
@@ -73,6 +83,15 @@ def test_schedule_is_a_cover_for_every_group_size(qhead_per_kv):
     plan = build(case)
     *_, work_count, items = numpy_of(plan)
     check_schedule(items, work_count[0], plan[2].target_q_per_cta, case.csr())
+    assert_same_as_on_host(plan, case)
+
+
+@pytest.mark.parametrize("qhead_per_kv", [1, 2, 4, 8, 16])
+def test_groups_with_too_many_blocks_have_no_plan(qhead_per_kv):
+    case = csr_case("more than 2048 rows", 32, 2, qhead_per_kv=qhead_per_kv)
+    plan = build(case)
+    assert (plan[2].walk_counts == 129).any() and plan[2].walk_totals[0] >= 1 << 40
+    assert_same_as_on_host(plan, case)
 
 
 def test_without_total_rows_it_is_read_from_cu_seqlens_k():
@@ -112,5 +131,6 @@ def test_prepare_fills_the_given_buffers_like_the_build_and_nothing_beside_them(
     counts.assert_intact()
     assert torch.equal(qsplit.tensor, schedule.qsplit_indices)
     assert torch.equal(counts.tensor, schedule.split_counts)
-    for a, b in zip(numpy_of((row_ptr, q_indices, prepared)), numpy_of((row_ptr, q_indices, schedule)), strict=True):
+    made, given = (numpy_of((row_ptr, q_indices, of), without=WALK_ARRAYS) for of in (prepared, schedule))
+    for a, b in zip(made, given, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -16,7 +16,10 @@ torch = pytest.importorskip("torch")
 
 TIMEOUT_S = 150
 INPUTS = ("q2k", "cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "row_ptr", "q_indices")
-SCHEDULE_ARRAYS = ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries")
+WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_totals")
+SCHEDULE_ARRAYS = (
+    "scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries", *WALK_ARRAYS,
+)  # fmt: skip
 WRONG_SIZES = ("total_rows too small", "total_rows too large")
 KINDS = ("random", "huge", "negative", "near")
 SCENARIOS = [f"{target}: {kind}" for target in (*INPUTS, *SCHEDULE_ARRAYS) for kind in KINDS]
@@ -24,7 +27,8 @@ SCENARIOS += [f"{target}: hint" for target in WRONG_SIZES]
 
 
 def scramble(tensor, kind):
-    """Overwrites an int32 tensor in place; ``near`` keeps most values and shifts the others slightly."""
+    """Overwrites int32 values in place, halves where they are int64; ``near`` shifts some values slightly."""
+    tensor = tensor.view(torch.int32)
     if kind == "random":
         tensor.random_(-(2**31), 2**31 - 1)
     elif kind == "huge":
@@ -56,6 +60,8 @@ def run_scenario(scenario, layout):
     elif target == "q_indices":
         scramble(q_indices, kind)
     elif target in SCHEDULE_ARRAYS:
+        if target in WALK_ARRAYS:
+            schedule.walk_totals.copy_(torch.tensor([0, 1]))  # the forward walks
         scramble(getattr(schedule, target), kind)
     total_q, heads = case.q.shape[:2]
     for with_schedule in (schedule, None):

@@ -118,6 +118,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   *context = (CUcontext)(size_t)(0x1000 + device);
+  record("{\"call\": \"cuDevicePrimaryCtxRetain\"}");
   return CUDA_SUCCESS;
 }
 
@@ -218,11 +219,25 @@ CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D* copy, CUstream stream) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuMemcpyDtoDAsync(CUdeviceptr target, CUdeviceptr source, size_t n_bytes, CUstream stream) {
+  BEGIN("cuMemcpyDtoDAsync");
+  memcpy((void*)target, (void*)source, n_bytes);
+  record("{\"call\": \"cuMemcpyDtoDAsync\", \"target\": %llu, \"source\": %llu, \"bytes\": %zu, \"stream\": %zu}", target,
+         source, n_bytes, (size_t)stream);
+  return CUDA_SUCCESS;
+}
+
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   BEGIN("cuModuleLoadData");
   *module = (CUmodule)image;
   record("{\"call\": \"cuModuleLoadData\", \"relaxed\": %d, \"context\": %zu}",
          capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED, (size_t)current_context);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleUnload(CUmodule module) {
+  (void)module;
+  record("{\"call\": \"cuModuleUnload\"}");
   return CUDA_SUCCESS;
 }
 

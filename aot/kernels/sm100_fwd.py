@@ -1,0 +1,531 @@
+"""Forward for Blackwell: partial attention of gathered query tokens against one block of 128 keys.
+
+Tile: 128 rows = 128 / G query tokens x G heads of one KV head, against a block's 128 keys, D 128; two tiles in flight.
+Roles: warp 0 claims work items and loads K and V; warp 1 issues all products; warps 2 and 3 gather the queries of even
+and odd tiles; a softmax warpgroup for each of these, a row a thread; an epilogue warpgroup takes O to partial_out.
+Shared memory: K and V of two work items (2 x 64 KB), two Q tiles (2 x 32 KB), rows on their way out (32 KB).
+Tensor memory: S of two tiles (2 x 128 columns), P of two (2 x 64), O (128): the next S but one waits for no P, and O
+is read long before the next P is there. Cycles of a tile: tensor 1024; exp 1024 (16384 at 16 a cycle; temperature
+doubles it); tensor memory 320 (S and O out, P in, a column a cycle); shared memory 1536 (Q and K for S 512, V 256, Q in
+256, O in and out 512); device memory 1120 (O at 8 TB/s; L2 serves Q). Shared memory binds; with float32, device memory.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.experimental.cuda as cuda
+from cutlass import BFloat16, Float32, GridConstant, Int32, Int64, const_expr
+from cutlass.experimental import primitives
+
+from aot.kernel import Kernel, TensorMap
+from aot.kernels import loading, partials, softmax, work
+from aot.kernels.forward import forward_params
+from aot.kernels.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, ITEM_WORDS, KV_STAGES, SWIZZLE_COLUMNS
+from aot.kernels.mask import BLK_KV, mask_row, visible_keys
+from aot.kernels.partials import HEAD_DIM
+
+TILE_ROWS = 128
+SLOTS = 2  # tiles in flight: even and odd ones of the CTA's stream of tiles
+WARPGROUP = 128
+WARPS = WARPGROUP // 32
+MMA_K = 16
+READERS = 1 + SLOTS + (SLOTS + 1) * WARPS  # warps that read an item's words: products, gather, softmax, epilogue
+MMA_WARP = 1
+GATHER_WARP = 2  # and the one after it
+SOFTMAX_REGISTERS = 192
+ATOM_BYTES = ATOM_ROWS * SWIZZLE_COLUMNS * 2
+Q_BYTES = TILE_ROWS * HEAD_DIM * 2
+STAGING_BYTES = TILE_ROWS * HEAD_DIM * 2  # rows on their way to partial_out: a quarter for each warp
+TENSOR_COLUMNS = 512
+S_COLUMN = 0  # two of BLK_KV columns
+P_COLUMN = SLOTS * BLK_KV  # two of BLK_KV / 2 columns: bfloat16
+O_COLUMN = P_COLUMN + SLOTS * BLK_KV // 2
+PART = 32  # columns of a row that move between tensor memory and registers at a time
+
+
+def first_tile(slot: Int32, tile_base: Int32) -> Int32:
+    """The first tile of an item that has this slot, ``tile_base`` being the number of tiles before the item."""
+    return (slot + tile_base) & 1
+
+
+def slot_of(tile: Int32) -> Int32:
+    """Where a tile, counted over the CTA's stream of tiles, is in flight."""
+    return tile & 1
+
+
+def phase_of(tile: Int32) -> Int32:
+    """The parity of how many tiles before this one had its slot; of barriers and of stages' items likewise."""
+    return tile >> 1 & 1
+
+
+@cute.jit
+def release(barrier: cute.Pointer, lane: Int32):
+    """One warp: arrive once all its lanes are here."""
+    cute.arch.sync_warp()
+    if lane == 0:
+        cute.arch.mbarrier_arrive(barrier)
+
+
+def tensor_memory(base: Int32, warp: Int32, column: int | Int32, dtype: type):
+    """The columns from ``column`` on of the 32 lanes that a warp of a warpgroup reaches."""
+    return primitives.make_tmem_ptr(base + (warp << 21) + column, dtype)
+
+
+def load_columns(base: Int32, warp: Int32, column: int | Int32, width: int):
+    """One warp: start loading ``width`` columns of its 32 rows of tensor memory; the values are there after a wait."""
+    return primitives.tcgen05_ld("32x32b", tensor_memory(base, warp, column, Float32), num=width)
+
+
+class ForwardSm100(Kernel):
+    def __init__(self, g: int, partial: str, temperature: bool):
+        self.g = g
+        self.partial = partials.PARTIAL_DTYPES[partial]
+        self.temperature = temperature
+        self.tokens = TILE_ROWS // g
+        self.threads = 4 * WARPGROUP
+        self.min_blocks_per_mp = 1
+        # Where tiles start at a multiple of eight rows, a thread's 16 places for bfloat16 never change: the compiler
+        # keeps them in registers, which producers that need no cp.async can spare.
+        keeps_places = g >= ATOM_ROWS and self.partial is BFloat16
+        self.producer_registers, self.epilogue_registers = (24, 104) if keeps_places else (40, 88)
+        kv_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, BLK_KV, HALVES, 1, 1))
+        q_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, ATOM_ROWS, HALVES, max(g // ATOM_ROWS, 1), 1))
+        self.params = forward_params(q_map, kv_map, kv_map, self.partial)
+        barriers = 7 * SLOTS + 4 * KV_STAGES + 1
+        words = KV_STAGES * ITEM_WORDS + SLOTS * self.tokens + SLOTS * TILE_ROWS + 1
+        blocks = 2 * KV_STAGES * BLOCK_BYTES
+        self.smem_bytes = blocks + SLOTS * Q_BYTES + STAGING_BYTES + 8 * barriers + 4 * words
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: GridConstant[cuda.TensorMap],
+        k_map: GridConstant[cuda.TensorMap],
+        v_map: GridConstant[cuda.TensorMap],
+        q: cute.Pointer,
+        k2q_row_ptr: cute.Pointer,
+        qsplit_indices: cute.Pointer,
+        scheduler_metadata: cute.Pointer,
+        work_count: cute.Pointer,
+        work_counter: cute.Pointer,
+        cu_seqlens_q: cute.Pointer,
+        cu_seqlens_k: cute.Pointer,
+        seqused_k: cute.Pointer,
+        page_table: cute.Pointer,
+        walk_blocks: cute.Pointer,
+        walk_counts: cute.Pointer,
+        walk_totals: cute.Pointer,
+        partial_out: cute.Pointer,
+        partial_lse: cute.Pointer,
+        partial_lse_temperature: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        lse_temperature: cute.Pointer,
+        q_stride_token: Int64,
+        q_stride_head: Int64,
+        out_stride_token: Int64,
+        out_stride_head: Int64,
+        lse_stride_token: Int64,
+        lse_stride_head: Int64,
+        page_table_stride: Int64,
+        max_pages: Int32,
+        batch: Int32,
+        total_q: Int32,
+        head_kv: Int32,
+        total_rows: Int32,
+        topk: Int32,
+        work_capacity: Int32,
+        causal: Int32,
+        softmax_scale: Float32,
+        lse_temperature_scale: Float32,
+    ):
+        smem = cutlass.memory.SmemAllocator()
+        s_k = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
+        s_v = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
+        s_q = smem.allocate_array(BFloat16, SLOTS * TILE_ROWS * HEAD_DIM, byte_alignment=1024)
+        staging = smem.allocate_array(self.partial, STAGING_BYTES * 8 // self.partial.width, byte_alignment=1024)
+        q_full = smem.allocate_array(Int64, SLOTS)
+        q_empty = smem.allocate_array(Int64, SLOTS)
+        s_full = smem.allocate_array(Int64, SLOTS)
+        s_empty = smem.allocate_array(Int64, SLOTS)
+        p_full = smem.allocate_array(Int64, SLOTS)
+        o_full = smem.allocate_array(Int64, SLOTS)
+        o_empty = smem.allocate_array(Int64, SLOTS)
+        item_full = smem.allocate_array(Int64, KV_STAGES)
+        k_full = smem.allocate_array(Int64, KV_STAGES)
+        v_full = smem.allocate_array(Int64, KV_STAGES)
+        kv_empty = smem.allocate_array(Int64, KV_STAGES)
+        v_tail = smem.allocate_array(Int64, 1)
+        s_item = smem.allocate_tensor(Int32, cute.make_layout((ITEM_WORDS, KV_STAGES)), byte_alignment=4)
+        s_entries = smem.allocate_tensor(Int32, cute.make_layout((self.tokens, SLOTS)), byte_alignment=4)
+        s_sums = smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, SLOTS)), byte_alignment=4)
+        s_base = smem.allocate_array(Int32, 1)
+
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                for slot in cutlass.range_constexpr(SLOTS):
+                    cute.arch.mbarrier_init(q_full + slot, min(self.tokens, 32))  # the lanes that write entries
+                    cute.arch.mbarrier_init(q_empty + slot, 1 + WARPS)
+                    cute.arch.mbarrier_init(s_full + slot, 1)
+                    cute.arch.mbarrier_init(s_empty + slot, WARPS)
+                    cute.arch.mbarrier_init(p_full + slot, WARPS)
+                    cute.arch.mbarrier_init(o_full + slot, 1)
+                    cute.arch.mbarrier_init(o_empty + slot, WARPS)
+                for stage in cutlass.range_constexpr(KV_STAGES):
+                    cute.arch.mbarrier_init(item_full + stage, 1)
+                    cute.arch.mbarrier_init(k_full + stage, 1)
+                    cute.arch.mbarrier_init(v_full + stage, 1)
+                    cute.arch.mbarrier_init(kv_empty + stage, READERS + 1)  # and the products
+                cute.arch.mbarrier_init(v_tail, 1)
+        cute.arch.mbarrier_init_fence()
+        if warp == MMA_WARP:
+            primitives.tcgen05_alloc(s_base, TENSOR_COLUMNS)
+            primitives.tcgen05_relinquish_alloc_permit()
+        cute.arch.sync_threads()
+        base = cute.make_tensor(s_base, cute.make_layout(1))[0]
+        cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
+
+        work_shared = (s_item, s_entries, s_sums)
+        partial = (partial_out, partial_lse, partial_lse_temperature)
+        if warp < WARPS:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp == 0:
+                loading.load_blocks(
+                    (k_map, v_map),
+                    (s_k, s_v, s_item),
+                    (item_full, k_full, v_full, kv_empty, v_tail),
+                    (scheduler_metadata, work_count, work_counter, k2q_row_ptr),
+                    (cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages),
+                    (batch, total_q * topk, head_kv, total_rows, work_capacity, causal),
+                )
+            elif warp == MMA_WARP:
+                self.multiply(
+                    base,
+                    (s_q, s_k, s_v, s_item),
+                    (q_full, q_empty, k_full, v_full, kv_empty, s_full, s_empty, p_full, o_full, o_empty),
+                )
+            else:
+                self.load_queries(
+                    warp - GATHER_WARP,
+                    (q_map, q, q_stride_token, q_stride_head),
+                    (s_q, s_item, s_entries),
+                    (q_full, q_empty, item_full, kv_empty),
+                    qsplit_indices,
+                    total_q,
+                    total_q * topk,
+                )
+        elif warp < (1 + SLOTS) * WARPS:
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            self.softmax(
+                thread - WARPGROUP,
+                base,
+                work_shared,
+                (item_full, kv_empty, q_full, q_empty, s_full, s_empty, p_full, o_empty),
+                partial,
+                total_q * topk,
+                softmax_scale * partials.LOG2_E,
+                lse_temperature_scale,
+            )
+        else:
+            cute.arch.setmaxregister_decrease(self.epilogue_registers)
+            self.epilogue(
+                thread - (1 + SLOTS) * WARPGROUP,
+                base,
+                work_shared,
+                (item_full, kv_empty, p_full, o_full, o_empty),
+                staging,
+                partial_out,
+                total_q * topk,
+            )
+        cute.arch.sync_threads()
+        if warp == MMA_WARP:
+            primitives.tcgen05_dealloc(primitives.make_tmem_ptr(base, Int32), TENSOR_COLUMNS)
+
+    @cute.jit
+    def load_queries(self, slot, q, shared, barriers, qsplit_indices, total_q, entries):
+        """Two warps: each gathers the tiles of a slot."""
+        s_q, s_item, s_entries = shared
+        q_full, q_empty, item_full, kv_empty = barriers
+        lane = cute.arch.lane_idx()
+        place = s_q + cute.assume(slot * (TILE_ROWS * HEAD_DIM), divby=TILE_ROWS * HEAD_DIM)
+        tile_base = Int32(0)
+        kv_index = Int32(0)
+        cute.arch.mbarrier_wait(item_full, 0)
+        count = s_item[0, 0]
+        while count >= 0:
+            stage = slot_of(kv_index)
+            first, head = s_item[1, stage], s_item[2, stage]
+            release(kv_empty + stage, lane)
+            words = work.vector(qsplit_indices + (Int64(head) * entries + first))
+            tiles = self.tiles(count)
+            for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
+                mine = cute.make_rmem_tensor((self.tokens + 31) // 32, Int32)
+                for i in cutlass.range_constexpr(cute.size(mine)):  # a tile's missing tokens repeat its last
+                    mine[i] = words[Int64(min(tile * self.tokens + lane % self.tokens + 32 * i, count - 1))]
+                cute.arch.mbarrier_wait(q_empty + slot, phase_of(tile_base + tile) ^ 1)
+                for i in cutlass.range_constexpr(cute.size(mine)):
+                    if lane + 32 * i < self.tokens:
+                        s_entries[lane + 32 * i, slot] = mine[i]
+                loading.fetch_queries(q, mine, place, head, total_q, q_full + slot, TILE_ROWS, self.g)
+            tile_base += tiles
+            kv_index += 1
+            cute.arch.mbarrier_wait(item_full + slot_of(kv_index), phase_of(kv_index))
+            count = s_item[0, slot_of(kv_index)]
+
+    @cute.jit
+    def multiply(self, base, shared, barriers):
+        """One warp: S = Q K^T of a tile as soon as its place is free, O = P V two tiles behind."""
+        s_q, s_k, s_v, s_item = shared
+        q_full, q_empty, k_full, v_full, kv_empty, s_full, s_empty, p_full, o_full, o_empty = barriers
+        s_tile, s_items, s_left = Int32(0), Int32(0), Int32(0)  # next tile; items begun; tiles left of the last one
+        o_tile, o_items, o_left = Int32(0), Int32(0), Int32(0)  # next tile; items finished; tiles left of the next one
+        count = Int32(0)
+        lane = cute.arch.lane_idx()
+        while count >= 0 or o_tile < s_tile:
+            # The next item's K and V come where those of the item before last were.
+            full = s_tile - o_tile > SLOTS or (s_left == 0 and s_items - o_items == KV_STAGES)
+            if count >= 0 and not full:
+                if s_left == 0:
+                    stage = slot_of(s_items)
+                    cute.arch.mbarrier_wait(k_full + stage, phase_of(s_items))
+                    count = s_item[0, stage]
+                    s_left = self.tiles(count)
+                    s_items += 1
+                if count >= 0:
+                    slot, phase = slot_of(s_tile), phase_of(s_tile)
+                    cute.arch.mbarrier_wait(q_full + slot, phase)
+                    cute.arch.mbarrier_wait(s_empty + slot, phase ^ 1)
+                    self.score(base, s_q, s_k, slot, slot_of(s_items - 1), s_full + slot, q_empty + slot)
+                    s_tile += 1
+                    s_left -= 1
+            else:
+                stage, slot = slot_of(o_items), slot_of(o_tile)
+                if o_left == 0:
+                    o_left = self.tiles(s_item[0, stage])
+                    release(kv_empty + stage, lane)
+                cute.arch.mbarrier_wait(v_full + stage, phase_of(o_items))
+                cute.arch.mbarrier_wait(p_full + slot, phase_of(o_tile))
+                if o_tile > 0:  # the previous tile's output has been read
+                    cute.arch.mbarrier_wait(o_empty + (slot ^ 1), phase_of(o_tile - 1))
+                self.accumulate(base, s_v, slot, stage, o_full + slot)
+                o_tile += 1
+                o_left -= 1
+                if o_left == 0:
+                    with cute.arch.elect_one():
+                        primitives.tcgen05_commit(kv_empty + stage)
+                    o_items += 1
+
+    def tiles(self, count: Int32) -> Int32:
+        """Tiles of an item of ``count`` entries."""
+        return (count + self.tokens - 1) // self.tokens
+
+    @cute.jit
+    def score(self, base, s_q, s_k, slot, stage, s_full, q_empty):
+        """One warp: S = Q K^T of the tile in ``slot``; both operands are K-major."""
+        swizzle = primitives.Tcgen05SmemSwizzle.SWIZZLE_128B
+        q = primitives.Tcgen05SmemDesc.build(s_q.toint() + slot * Q_BYTES, 16, HALVES * ATOM_BYTES, layout=swizzle)
+        k = primitives.Tcgen05SmemDesc.build(s_k.toint() + stage * BLOCK_BYTES, 16, ATOM_BYTES, layout=swizzle)
+        shape = primitives.Tcgen05InstrDesc.build(
+            c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, m_dim=TILE_ROWS, n_dim=BLK_KV
+        )
+        target = primitives.make_tmem_ptr(base + (S_COLUMN + slot * BLK_KV), Float32)
+        primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+        with cute.arch.elect_one():
+            for step in cutlass.range_constexpr(HEAD_DIM // MMA_K):
+                half, column = divmod(step * MMA_K, SWIZZLE_COLUMNS)
+                primitives.tcgen05_mma(
+                    primitives.Tcgen05MMAKind.F16,
+                    primitives.CTAGroup.CTA_1,
+                    target,
+                    q.advance_start_address(half * ATOM_BYTES + 2 * column),
+                    k.advance_start_address(half * (BLOCK_BYTES // HALVES) + 2 * column),
+                    shape,
+                    step > 0,
+                )
+            primitives.tcgen05_commit(s_full)
+            primitives.tcgen05_commit(q_empty)
+
+    @cute.jit
+    def accumulate(self, base, s_v, slot, stage, o_full):
+        """One warp: O = P V of the tile in ``slot``; V is MN-major."""
+        v = primitives.Tcgen05SmemDesc.build(
+            s_v.toint() + stage * BLOCK_BYTES,
+            BLOCK_BYTES // HALVES,
+            ATOM_BYTES,
+            layout=primitives.Tcgen05SmemSwizzle.SWIZZLE_128B,
+        )
+        shape = primitives.Tcgen05InstrDesc.build(
+            c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, b_major=1, m_dim=TILE_ROWS, n_dim=HEAD_DIM
+        )
+        target = primitives.make_tmem_ptr(base + O_COLUMN, Float32)
+        weights = base + (P_COLUMN + slot * (BLK_KV // 2))
+        primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+        with cute.arch.elect_one():
+            for step in cutlass.range_constexpr(BLK_KV // MMA_K):
+                primitives.tcgen05_mma(
+                    primitives.Tcgen05MMAKind.F16,
+                    primitives.CTAGroup.CTA_1,
+                    target,
+                    primitives.make_tmem_ptr(weights + step * (MMA_K // 2), Int32),
+                    v.advance_start_address(step * (MMA_K // ATOM_ROWS * ATOM_BYTES)),
+                    shape,
+                    step > 0,
+                )
+            primitives.tcgen05_commit(o_full)
+
+    @cute.jit
+    def softmax(self, thread, base, shared, barriers, partial, entries, scale_log2, lse_temperature_scale):
+        """A softmax warpgroup: P, row sums and logsumexp of the tiles of a slot; a thread has a row."""
+        s_item, s_entries, s_sums = shared
+        item_full, kv_empty, q_full, q_empty, s_full, s_empty, p_full, o_empty = barriers
+        _, partial_lse, partial_lse_temperature = partial
+        slot = cute.arch.make_warp_uniform(thread >> 7)
+        row = thread & (WARPGROUP - 1)
+        warp = cute.arch.make_warp_uniform(row >> 5)
+        lane = cute.arch.lane_idx()
+        tile_base = Int32(0)
+        kv_index = Int32(0)
+        cute.arch.mbarrier_wait(item_full, 0)
+        count = s_item[0, 0]
+        while count >= 0:
+            stage = slot_of(kv_index)
+            first, head, key_limit, causal_shift = (
+                s_item[1, stage],
+                s_item[2, stage],
+                s_item[3, stage],
+                s_item[4, stage],
+            )
+            release(kv_empty + stage, lane)
+            tiles = self.tiles(count)
+            for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
+                phase = phase_of(tile_base + tile)
+                cute.arch.mbarrier_wait(q_full + slot, phase)
+                token = s_entries[row >> (self.g.bit_length() - 1), slot] & partials.TOKEN_MASK
+                release(q_empty + slot, lane)
+                visible = visible_keys(token, key_limit, causal_shift)
+
+                scores = cute.make_rmem_tensor(BLK_KV, Float32)
+                cute.arch.mbarrier_wait(s_full + slot, phase)
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+                parts = tuple(
+                    load_columns(base, warp, S_COLUMN + slot * BLK_KV + column, PART)
+                    for column in range(0, BLK_KV, PART)
+                )
+                primitives.tcgen05_wait(primitives.Tcgen05Wait.LOAD)
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
+                release(s_empty + slot, lane)
+                for part in cutlass.range_constexpr(BLK_KV // PART):
+                    for i in cutlass.range_constexpr(PART):
+                        scores[part * PART + i] = parts[part][i]
+                if not cute.arch.vote_all_sync(visible >= BLK_KV):
+                    cute.arch.sync_warp()  # keeps this a branch that most warps do not take
+                    mask_row(scores, visible)
+                maximum = softmax.finite(softmax.row_maximum(scores))
+                lse_temperature = Float32(0.0)
+                if const_expr(self.temperature):
+                    scale = scale_log2 / lse_temperature_scale
+                    total = softmax.row_sum_exp2(scores, maximum, scale, keep=False)
+                    lse_temperature = partials.log_sum_exp(maximum * scale, total)
+
+                cute.arch.mbarrier_wait(o_empty + slot, phase ^ 1)  # weights and sums of the slot's last tile are used
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+                total = Float32(0.0)
+                for part in cutlass.range_constexpr(BLK_KV // PART):
+                    values = cute.make_tensor(scores.iterator + part * PART, cute.make_layout(PART))
+                    total += softmax.row_sum_exp2(values, maximum, scale_log2, keep=True)
+                    place = P_COLUMN + slot * (BLK_KV // 2) + part * (PART // 2)
+                    weights = values.load().to(BFloat16)
+                    primitives.tcgen05_st("32x32b", tensor_memory(base, warp, place, Int32), weights)
+                s_sums[row, slot] = total
+                primitives.tcgen05_wait(primitives.Tcgen05Wait.STORE)
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
+                release(p_full + slot, lane)
+
+                entry = Int64(head) * entries + (first + tile * self.tokens)
+                if row < min(count - tile * self.tokens, self.tokens) * self.g:
+                    index = partials.row_index(entry, row, self.g)
+                    work.vector(partial_lse)[index] = partials.log_sum_exp(maximum * scale_log2, total)
+                    if const_expr(self.temperature):
+                        work.vector(partial_lse_temperature)[index] = lse_temperature
+            tile_base += tiles
+            kv_index += 1
+            cute.arch.mbarrier_wait(item_full + slot_of(kv_index), phase_of(kv_index))
+            count = s_item[0, slot_of(kv_index)]
+
+    @cute.jit
+    def epilogue(self, row, base, shared, barriers, staging, partial_out, entries):
+        """The epilogue warpgroup: normalise every tile's O and write it; a thread has a row, a warp copies its own."""
+        s_item, _, s_sums = shared
+        item_full, kv_empty, p_full, o_full, o_empty = barriers
+        lane = cute.arch.lane_idx()
+        o_tile = Int32(0)
+        kv_index = Int32(0)
+        cute.arch.mbarrier_wait(item_full, 0)
+        count = s_item[0, 0]
+        while count >= 0:
+            stage = slot_of(kv_index)
+            first, head = s_item[1, stage], s_item[2, stage]
+            release(kv_empty + stage, lane)
+            entry = Int64(head) * entries + first
+            for _ in cutlass.range(self.tiles(count), unroll=1):
+                slot, phase = slot_of(o_tile), phase_of(o_tile)
+                cute.arch.mbarrier_wait(p_full + slot, phase)
+                inverse = softmax.reciprocal(s_sums[row, slot])
+                cute.arch.mbarrier_wait(o_full + slot, phase)
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+                self.store_rows(
+                    row, base, inverse, o_empty + slot, staging, partial_out, entry, min(count, self.tokens) * self.g
+                )
+                entry += self.tokens
+                count -= self.tokens
+                o_tile += 1
+            kv_index += 1
+            cute.arch.mbarrier_wait(item_full + slot_of(kv_index), phase_of(kv_index))
+            count = s_item[0, slot_of(kv_index)]
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_rows(self, row, base, inverse, o_empty, staging, partial_out, entry, rows):
+        """Write a warp's rows, of which the tile has ``rows`` from entry ``entry`` on, as many at a time as fit."""
+        warp = cute.arch.make_warp_uniform(row >> 5)
+        lane = cute.arch.lane_idx()
+        elements = partials.chunk_elements(self.partial)
+        columns = 4 * elements  # that fill four chunks
+        batch = STAGING_BYTES * 8 // self.partial.width // HEAD_DIM // WARPS  # rows
+        index = partials.row_index(entry, row, self.g)
+        place = staging + cute.assume(warp * (batch * HEAD_DIM), divby=HEAD_DIM)
+        first_chunk = lane % batch * HEAD_DIM + partials.place(index, 0) * elements  # places are this one's xor
+        values = cute.make_rmem_tensor(columns, Float32)
+        pairs = cute.make_tensor(values.iterator, cute.make_layout((2, 4, elements // 2), stride=(1, 2, 8)))
+        chunk = cute.make_rmem_tensor(elements, self.partial)
+        for start in cutlass.range_constexpr(0, 32, batch):
+            if lane == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was here before has left
+            cute.arch.sync_warp()
+            following = load_columns(base, warp, O_COLUMN, columns)
+            for group in cutlass.range_constexpr(HEAD_DIM // columns):
+                part = following
+                primitives.tcgen05_wait(primitives.Tcgen05Wait.LOAD)
+                if const_expr((group + 1) * columns < HEAD_DIM):
+                    following = load_columns(base, warp, O_COLUMN + (group + 1) * columns, columns)
+                elif const_expr(start + batch == 32):
+                    primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
+                    release(o_empty, lane)
+                for column in cutlass.range_constexpr(columns):
+                    values[column] = part[column]
+                for i in cutlass.range_constexpr(4):
+                    chunk.store((pairs[None, i, None].load() * inverse).to(self.partial))
+                    target = place + cute.assume(first_chunk ^ (group * columns + i * elements), divby=elements)
+                    if const_expr(batch == 32) or lane // batch * batch == start:
+                        cute.autovec_copy(chunk, cute.make_tensor(target, cute.make_layout(elements)))
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                here = warp * 32 + start  # the batch's first row
+                size = min(max(rows - here, 0), batch) * (HEAD_DIM * self.partial.width // 8)
+                rest = partial_out + cute.assume((entry * self.g + here) * HEAD_DIM, divby=HEAD_DIM)
+                if size > 0:
+                    primitives.cp_async_bulk_global_shared_cta(rest, place, size)
+                cute.arch.cp_async_bulk_commit_group()

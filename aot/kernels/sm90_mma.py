@@ -1,0 +1,44 @@
+"""Products of a consumer warpgroup on Hopper: 64 x 128 x 16 wgmma of bf16 with float32 accumulators."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.utils import hopper_helpers
+
+CONSUMERS = 3  # warpgroups
+TILE_ROWS = 64
+COLUMNS = 128
+
+
+def tiled_mma(b_major: warpgroup.OperandMajorMode, a_source: warpgroup.OperandSource) -> cute.TiledMma:
+    """A is K-major."""
+    a_major = warpgroup.OperandMajorMode.K
+    return hopper_helpers.make_trivial_tiled_mma(
+        BFloat16, BFloat16, a_major, b_major, Float32, (1, 1, 1), tiler_mn=(TILE_ROWS, COLUMNS), a_source=a_source
+    )
+
+
+@cute.jit
+def multiply(mma: cute.TiledMma, accumulator, a, b, accumulate: cutlass.Constexpr[bool] = False):
+    """accumulator (+)= a @ b^T, and wait for it."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def rows_of_thread(accumulator: cute.Tensor) -> cute.Tensor:
+    """A thread's part of an accumulator as (2 rows, (2 neighbouring columns, 16 groups of 8 columns)): rows
+    ``first_row`` of its warp and the one 8 further on, columns ``8 * group + lane % 4 * 2`` and the next."""
+    return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, 16)), stride=(2, (1, 4))))
+
+
+@cute.jit
+def as_operand(accumulator: cute.Tensor, weights: cute.Tensor):
+    """Round an accumulator to bf16 ``weights``, the A operand of a product: both hold the same elements in order."""
+    cute.make_tensor(weights.iterator, accumulator.layout).store(accumulator.load().to(BFloat16))

@@ -1,0 +1,226 @@
+"""The other traversal of the Hopper forward: where neighbouring tokens share most of their blocks, walk their union.
+
+A work item is a KV head and a group of 128 query rows, 64 a consumer warpgroup. K and V of every block that one of the
+group's tokens selects stream past both; a token's rows see a block only if its membership bit is set. The softmax is
+online, O stays in registers, and the finished rows go to the output: no partials, and combine has nothing to do.
+Rings and barriers are those of sm90_fwd.py. O lives through the loop beside S and P, so the third consumer warpgroup
+gives its registers away: 224 for each of the other two, 40 for a producer.
+Budget of a step of a tile: the tile's of sm90_fwd.py without Q and O; a rescaling of O (64 multiplications a thread) is
+skipped where no maximum of the warp moved.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from aot.kernels import loading, partials, softmax, work
+from aot.kernels.loading import KV_STAGES
+from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
+from aot.kernels.partials import HEAD_DIM
+from aot.kernels.sm90_mma import TILE_ROWS, as_operand, multiply, rows_of_thread, tiled_mma
+
+CONSUMERS = work.WALK_ROWS // TILE_ROWS
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 224
+IDLE_REGISTERS = 24
+FIRST, LAST = 1, 2  # of a group's blocks
+FIXED_WORDS = 6  # of an item in shared memory: flags (-1: the end), group, KV head, key_limit, causal_shift, unused
+NOWHERE = -BLK_KV  # a row before the first: reads as zero
+
+
+class WalkRoles:
+    """The warp roles of ForwardSm90 when it walks; ``self`` is the kernel."""
+
+    @cute.jit
+    def walk_load_blocks(self, maps, shared, barriers, plan, work_counter, sequences, sizes):
+        """Warp 0: claim groups and load the K and V of their blocks, one after the other."""
+        walk_blocks, walk_counts = plan
+        cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages = sequences
+        batch, total_q, head_kv, causal = sizes
+        groups = (total_q + self.walk_tokens - 1) // self.walk_tokens
+        kv_index = Int32(0)
+        tails = Int32(0)
+        item, _, _ = cute.arch.block_idx()
+        while item < head_kv * groups:
+            claimed = loading.claim(work_counter)
+            count = min(work.vector(walk_counts)[item], work.WALK_CAP)
+            steps = max(count, 1)  # a group that sees nothing takes a step, too: it writes zeros
+            for step in cutlass.range(steps, unroll=1):
+                block = work.vector(walk_blocks + (Int64(item) * work.WALK_CAP + step) * (2 + self.walk_words))
+                sequence, number = block[0], block[1]
+                exists = count > 0 and sequence >= 0 and sequence < batch and number >= 0
+                key_limit, causal_shift, row, page = Int32(0), Int32(0), Int32(NOWHERE), Int32(-1)
+                if exists:
+                    key_limit, causal_shift = work.bounds(
+                        sequence, number, causal, cu_seqlens_q, cu_seqlens_k, seqused_k
+                    )
+                    row, page = loading.locate(sequence, number, cu_seqlens_k, page_table, page_table_stride, max_pages)
+                flags = (FIRST if step == 0 else 0) + (LAST if step == steps - 1 else 0)
+                head = item // groups
+                words = (Int32(flags), item - head * groups, head, key_limit, causal_shift, Int32(0))
+                words += tuple(block[2 + i] if exists else Int32(0) for i in range(self.walk_words))
+                tails = loading.fetch(maps, shared, barriers, kv_index, tails, words, (row, head, page), key_limit)
+                kv_index += 1
+            item = cute.arch.shuffle_sync(claimed, 0)
+        loading.finish(shared, barriers, kv_index)
+
+    @cute.jit
+    def walk_load_queries(self, consumer, q, shared, barriers, total_q):
+        """Warps 1 and 2: fetch a consumer's tile of every group."""
+        s_q, s_item, _ = shared
+        q_full, q_empty, item_full, kv_empty = barriers
+        lane = cute.arch.lane_idx()
+        q_index = consumer
+        kv_index = Int32(0)
+        cute.arch.mbarrier_wait(item_full, 0)
+        flags = s_item[0, 0]
+        while flags >= 0:
+            stage = kv_index % KV_STAGES
+            group, head = s_item[1, stage], s_item[2, stage]
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(kv_empty + stage)
+            if flags & FIRST != 0:
+                mine = cute.make_rmem_tensor((self.tokens + 31) // 32, Int32)
+                for i in cutlass.range_constexpr(cute.size(mine)):
+                    token = group * self.walk_tokens + consumer * self.tokens + lane % self.tokens + 32 * i
+                    mine[i] = min(token, total_q - 1)
+                q_stage, phase = self.ring_of_queries(q_index)
+                cute.arch.mbarrier_wait(q_empty + q_stage, 1 - phase)
+                self.fetch_queries(q, mine, self.tile_place(s_q, q_stage), head, total_q, q_full + q_stage)
+                q_index += CONSUMERS
+            kv_index += 1
+            cute.arch.mbarrier_wait(item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
+            flags = s_item[0, kv_index % KV_STAGES]
+
+    @cute.jit
+    def walk_consume(self, thread, shared, s_item, barriers, output, total_q, scale_log2, lse_temperature_scale):
+        """A consumer warpgroup: its 64 rows of a group against every block of the group."""
+        s_q, s_k, s_v = shared
+        q_full, q_empty, k_full, v_full, kv_empty = barriers
+        consumer = cute.arch.make_warp_uniform(thread // 128)
+        thread = thread % 128
+        lane = cute.arch.lane_idx()
+        first_row = thread // 32 * 16 + lane // 4  # a thread holds this row of a tile and the one 8 further on
+
+        qk = tiled_mma(warpgroup.OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        pv = tiled_mma(warpgroup.OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        fragment_q = qk.make_fragment_A(qk.get_slice(0).partition_A(s_q))
+        fragment_k = qk.make_fragment_B(qk.get_slice(0).partition_B(s_k))
+        fragment_v = pv.make_fragment_B(pv.get_slice(0).partition_B(s_v))
+        out = cute.make_rmem_tensor(pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
+        out.fill(0.0)
+        # Of the two rows: maximum, sum of exponentials, the same sum at the temperature.
+        state = cute.make_rmem_tensor((2, 3), Float32)
+        state.fill(0.0)
+
+        q_index = consumer
+        kv_index = Int32(0)
+        cute.arch.mbarrier_wait(k_full, 0)
+        flags = s_item[0, 0]
+        while flags >= 0:
+            stage = kv_index % KV_STAGES
+            phase = kv_index // KV_STAGES % 2
+            group, head, key_limit, causal_shift = (
+                s_item[1, stage],
+                s_item[2, stage],
+                s_item[3, stage],
+                s_item[4, stage],
+            )
+            q_stage, q_phase = self.ring_of_queries(q_index)
+            if flags & FIRST != 0:
+                out.fill(0.0)
+                state.fill(0.0)
+                state[0, 0] = -Float32.inf
+                state[1, 0] = -Float32.inf
+                cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
+            member = consumer * self.tokens + first_row // self.g, consumer * self.tokens + (first_row + 8) // self.g
+            visible = tuple(
+                self.walk_visible(s_item, stage, i, group * self.walk_tokens + i, key_limit, causal_shift)
+                for i in member
+            )
+            scores = cute.make_rmem_tensor(qk.partition_shape_C((TILE_ROWS, BLK_KV)), Float32)
+            multiply(qk, scores, fragment_q[None, None, None, q_stage], fragment_k[None, None, None, stage])
+            if flags & LAST != 0:
+                self.release_queries(q_empty + q_stage, thread, consumer)
+
+            weights = cute.make_rmem_tensor(pv.partition_shape_A((TILE_ROWS, BLK_KV)), BFloat16)
+            self.walk_softmax(scores, weights, out, state, visible, lane, scale_log2, lse_temperature_scale)
+            cute.arch.mbarrier_wait(v_full + stage, phase)
+            multiply(pv, out, weights, fragment_v[None, None, None, stage], accumulate=True)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(kv_empty + stage)
+            if flags & LAST != 0:
+                for half in cutlass.range_constexpr(2):
+                    token = group * self.walk_tokens + member[half]
+                    group_head = head * self.g + (first_row + 8 * half) % self.g
+                    if token < total_q:
+                        self.walk_store(
+                            out, state, half, output, token, group_head, lane, scale_log2, lse_temperature_scale
+                        )
+                q_index += CONSUMERS
+            kv_index += 1
+            cute.arch.mbarrier_wait(k_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
+            flags = s_item[0, kv_index % KV_STAGES]
+
+    @cute.jit
+    def walk_visible(self, s_item, stage, member, token, key_limit, causal_shift) -> Int32:
+        """How many keys of the block the group's token number ``member`` sees: none unless it selected the block."""
+        word = s_item[FIXED_WORDS + member // 32, stage]
+        visible = visible_keys(token, key_limit, causal_shift)
+        return visible if (word >> (member % 32)) & 1 != 0 else Int32(0)
+
+    @cute.jit
+    def walk_softmax(self, accumulator, weights, out, state, visible, lane, scale_log2, lse_temperature_scale):
+        """One step of the online softmax of a thread's two rows."""
+        scores = rows_of_thread(accumulator)
+        if not cute.arch.vote_all_sync(visible[0] >= BLK_KV and visible[1] >= BLK_KV):
+            mask_columns(scores, visible, lane % 4 * 2)
+        block_maxima = softmax.row_maxima(scores)
+        maxima = cute.arch.fmax(state[0, 0], block_maxima[0]), cute.arch.fmax(state[1, 0], block_maxima[1])
+        references = softmax.finite(maxima[0]), softmax.finite(maxima[1])
+        if not cute.arch.vote_all_sync(maxima[0] == state[0, 0] and maxima[1] == state[1, 0]):
+            rows = rows_of_thread(out)
+            for half in cutlass.range_constexpr(2):
+                moved = state[half, 0] - references[half]
+                shrink = cute.math.exp2(moved * scale_log2, fastmath=True)
+                rows[half, None].store(rows[half, None].load() * shrink)
+                state[half, 1] = state[half, 1] * shrink
+                if const_expr(self.temperature):
+                    shrink = cute.math.exp2(moved * (scale_log2 / lse_temperature_scale), fastmath=True)
+                    state[half, 2] = state[half, 2] * shrink
+                state[half, 0] = maxima[half]
+        if const_expr(self.temperature):
+            sums = softmax.row_sums_exp2(scores, references, scale_log2 / lse_temperature_scale, keep=False)
+            state[0, 2] = state[0, 2] + sums[0]
+            state[1, 2] = state[1, 2] + sums[1]
+        sums = softmax.row_sums_exp2(scores, references, scale_log2, keep=True)
+        state[0, 1] = state[0, 1] + sums[0]
+        state[1, 1] = state[1, 1] + sums[1]
+        as_operand(accumulator, weights)
+
+    @cute.jit
+    def walk_store(
+        self, out, state, half: cutlass.Constexpr[int], output, token, head, lane, scale_log2, lse_temperature_scale
+    ):
+        """Normalise one of the thread's rows and write it."""
+        target, lse, lse_temperature, out_strides, lse_strides = output
+        inverse = softmax.reciprocal(state[half, 1])
+        row = rows_of_thread(out)
+        start = Int64(token) * out_strides[0] + head * out_strides[1]
+        for group in cutlass.range_constexpr(HEAD_DIM // 8):
+            values = cute.make_rmem_tensor(2, BFloat16)
+            values[0] = (row[half, (0, group)] * inverse).to(BFloat16)
+            values[1] = (row[half, (1, group)] * inverse).to(BFloat16)
+            place = target + cute.assume(start + (8 * group + lane % 4 * 2), divby=2)
+            cute.autovec_copy(values, cute.make_tensor(place, cute.make_layout(2)))
+        if lane % 4 == 0:
+            reference = softmax.finite(state[half, 0])
+            offset = Int64(token) * lse_strides[0] + head * lse_strides[1]
+            if lse.toint() != 0:
+                work.vector(lse)[offset] = partials.log_sum_exp(reference * scale_log2, state[half, 1])
+            if const_expr(self.temperature):
+                scale = scale_log2 / lse_temperature_scale
+                work.vector(lse_temperature)[offset] = partials.log_sum_exp(reference * scale, state[half, 2])
