@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 BLK_KV = 128
 
@@ -32,9 +32,10 @@ def mask_columns(scores: cute.Tensor, visible, first_column: Int32):
 def mask_row(scores: cute.Tensor, visible: Int32):
     """Set to -inf what lies at or past the row's ``visible`` keys; ``scores`` is the whole row.
 
-    One bit a column: compared with ``visible`` itself, neighbouring columns become a chain of selects.
+    One bit a column, which the compiler moves to predicates by the handful: compared with ``visible`` itself,
+    neighbouring columns become a chain of selects. And no branch around it: the compiler would predicate all of it.
     """
-    for first in cutlass.range_constexpr(0, BLK_KV, 32):
-        seen = Int32((Int64(1) << min(max(visible - first, 0), 32)) - 1)
-        for i in cutlass.range_constexpr(32):
-            scores[first + i] = -Float32.inf if (seen >> i & 1) == 0 else scores[first + i]
+    for first in cutlass.range_constexpr(0, BLK_KV, 16):
+        seen = Int32((1 << min(max(visible - first, 0), 16)) - 1)
+        for i in cutlass.range_constexpr(16):
+            scores[first + i] = scores[first + i] if seen & (1 << i) != 0 else -Float32.inf

@@ -418,9 +418,7 @@ class ForwardSm100(Kernel):
                 for part in cutlass.range_constexpr(BLK_KV // PART):
                     for i in cutlass.range_constexpr(PART):
                         scores[part * PART + i] = parts[part][i]
-                if not cute.arch.vote_all_sync(visible >= BLK_KV):
-                    cute.arch.sync_warp()  # keeps this a branch that most warps do not take
-                    mask_row(scores, visible)
+                mask_row(scores, visible)
                 maximum = softmax.finite(softmax.row_maximum(scores))
                 lse_temperature = Float32(0.0)
                 if const_expr(self.temperature):

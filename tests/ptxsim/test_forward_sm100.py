@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import test_attention_kernels
 import torch
 from reference import make_case
-from test_attention_kernels import check
+from test_attention_kernels import attention, check
 
 SEEDS = (0, 1, 2)
 G = (1, 2, 4, 8, 16)
@@ -72,3 +73,48 @@ def test_scores_far_apart_keep_their_softmax():
     check(case, arch="sm_100f", partial="float32")
     case.q = torch.zeros_like(case.q)  # and none does
     check(case, arch="sm_100f", partial="float32")
+
+
+def change_schedule(monkeypatch, change):
+    """Let ``change(row_ptr, schedule)`` at what the forward is launched with."""
+
+    def build(*args, **options):
+        row_ptr, q_indices, schedule = original(*args, **options)
+        change(row_ptr, schedule)
+        return row_ptr, q_indices, schedule
+
+    original = test_attention_kernels.build_k2q_csr
+    monkeypatch.setattr(test_attention_kernels, "build_k2q_csr", build)
+
+
+@pytest.mark.parametrize("partial", PARTIALS)
+def test_a_tile_writes_its_own_rows_only(monkeypatch, partial):
+    """With the items in reverse, what a tile wrote too much would replace rows that are there already."""
+
+    def reverse(_, schedule):
+        count = int(schedule.work_count[0])
+        schedule.scheduler_metadata[:count] = schedule.scheduler_metadata[:count].flip(0)
+
+    change_schedule(monkeypatch, reverse)
+    check(case_of(8), arch="sm_100f", partial=partial, temperature=0.7, ctas=1)
+
+
+@pytest.mark.parametrize("seed, g", [*enumerate(G)])
+def test_no_garbage_in_device_arrays_faults_or_hangs(monkeypatch, seed, g):
+    rng = np.random.default_rng(seed)
+    values = np.array([-(2**31), -7, -1, 0, 1, 127, 128, (1 << 24) - 1, 1 << 24, 2**31 - 1], np.int32)
+
+    def corrupt(array, share):
+        at = rng.random(array.shape) < share
+        array[torch.from_numpy(at)] = torch.from_numpy(rng.choice(values, at.sum()))
+
+    def corrupt_schedule(row_ptr, schedule):
+        corrupt(row_ptr, 0.05)
+        corrupt(schedule.scheduler_metadata, 0.1)
+        corrupt(schedule.qsplit_indices, 0.2)
+
+    change_schedule(monkeypatch, corrupt_schedule)
+    case = case_of(g, layout="paged", trim=True)
+    corrupt(case.page_table, 0.3)
+    corrupt(case.seqused_k, 0.3)
+    attention(case, "sm_100f", partial=PARTIALS[seed % 2], temperature=0.7, seed=seed)
