@@ -50,9 +50,6 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
         self.threads = WARPGROUP * (1 + CONSUMERS)
         self.min_blocks_per_mp = 1
         self.walks = True
-        # The tensor copy engine fetches a token's heads where they fill whole atoms; smaller groups would take so many
-        # copies that issuing them is the limit, and go through cp.async.
-        self.whole_atoms = g >= ATOM_ROWS
         # bfloat16 partials of a tile take the place of its Q; float32 ones are twice as large and go out of registers.
         self.staged = self.partial is BFloat16
         kv_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, BLK_KV, HALVES, 1, 1))
@@ -224,7 +221,7 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
                 for i in cutlass.range_constexpr(cute.size(mine)):
                     if lane + 32 * i < self.tokens:
                         s_entries[lane + 32 * i, q_stage] = mine[i]
-                self.fetch_queries(q, mine, place, head, total_q, q_full + q_stage)
+                loading.fetch_queries(q, mine, place, head, total_q, q_full + q_stage, TILE_ROWS, self.g)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(kv_empty + stage)
@@ -232,27 +229,6 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
             kv_index += 1
             cute.arch.mbarrier_wait(item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
             count = s_item[0, kv_index % KV_STAGES]
-
-    @cute.jit
-    def fetch_queries(self, q, mine, place, head, total_q, full):
-        """One warp: fetch a tile's rows, of the tokens in ``mine`` (token i in lane i % 32), and arrive on ``full``."""
-        q_map, q, stride_token, stride_head = q
-        lane = cute.arch.lane_idx()
-        if const_expr(self.whole_atoms):
-            if lane == 0:
-                cute.arch.mbarrier_expect_tx(full, TILE_ROWS * HEAD_DIM * 2)
-            cute.arch.sync_warp()
-            if lane < self.tokens:
-                coordinates = (0, 0, 0, head * (self.g // ATOM_ROWS), mine[0] & partials.TOKEN_MASK)
-                target = place + lane * (self.g * HEAD_DIM)
-                primitives.cp_async_bulk_tensor_shared_cta_global(target, q_map.get_ptr(), coordinates, full)
-        else:
-            loading.gather((q, stride_token, stride_head), mine, place, head, total_q, lane, TILE_ROWS, self.g)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.fence_view_async_shared()
-        if lane < self.tokens:
-            cute.arch.mbarrier_arrive(full)
 
     @cute.jit
     def consume(self, thread, shared, work_shared, barriers, partial, entries, scale_log2, lse_temperature_scale):

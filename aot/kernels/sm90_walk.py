@@ -88,7 +88,8 @@ class WalkRoles:
                     mine[i] = min(token, total_q - 1)
                 q_stage, phase = self.ring_of_queries(q_index)
                 cute.arch.mbarrier_wait(q_empty + q_stage, 1 - phase)
-                self.fetch_queries(q, mine, self.tile_place(s_q, q_stage), head, total_q, q_full + q_stage)
+                place = self.tile_place(s_q, q_stage)
+                loading.fetch_queries(q, mine, place, head, total_q, q_full + q_stage, TILE_ROWS, self.g)
                 q_index += CONSUMERS
             kv_index += 1
             cute.arch.mbarrier_wait(item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
