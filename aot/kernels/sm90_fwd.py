@@ -241,8 +241,8 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
         lane = cute.arch.lane_idx()
         first_row = thread // 32 * 16 + lane // 4  # a thread holds this row of a tile and the one 8 further on
 
-        qk = tiled_mma(warpgroup.OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        pv = tiled_mma(warpgroup.OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        qk = tiled_mma(cute.nvgpu.OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        pv = tiled_mma(cute.nvgpu.OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
         fragment_q = qk.make_fragment_A(qk.get_slice(0).partition_A(s_q))
         fragment_k = qk.make_fragment_B(qk.get_slice(0).partition_B(s_k))
         fragment_v = pv.make_fragment_B(pv.get_slice(0).partition_B(s_v))

@@ -11,9 +11,9 @@ TILE_ROWS = 64
 COLUMNS = 128
 
 
-def tiled_mma(b_major: warpgroup.OperandMajorMode, a_source: warpgroup.OperandSource) -> cute.TiledMma:
+def tiled_mma(b_major: cute.nvgpu.OperandMajorMode, a_source: warpgroup.OperandSource) -> cute.TiledMma:
     """A is K-major."""
-    a_major = warpgroup.OperandMajorMode.K
+    a_major = cute.nvgpu.OperandMajorMode.K
     return hopper_helpers.make_trivial_tiled_mma(
         BFloat16, BFloat16, a_major, b_major, Float32, (1, 1, 1), tiler_mn=(TILE_ROWS, COLUMNS), a_source=a_source
     )

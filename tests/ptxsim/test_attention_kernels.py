@@ -8,24 +8,35 @@ import torch
 from kernels import simulated, tensor_map
 from reference import assert_lse_close, assert_out_close, make_case
 
-from sparse_aot import build_k2q_csr
+from sparse_aot import _csr_host, build_k2q_csr
 
 HEAD_DIM = 128
 FORWARD = {"sm_90a": "sm90_fwd:ForwardSm90", "sm_100f": "sm100_fwd:ForwardSm100"}
 
 
 def attention(
-    case, arch="sm_90a", partial="float32", temperature=None, ctas=3, forward_module=None, edit_map=None, **options
+    case,
+    arch="sm_90a",
+    partial="float32",
+    temperature=None,
+    ctas=3,
+    forward_module=None,
+    edit_map=None,
+    walks=None,
+    **options,
 ):
     """The launches of sparse_atten_func: out, lse, lse_temperature, and what the launches executed.
 
-    forward_module: other PTX for the forward. edit_map: (parameter, change of its TensorMap).
+    forward_module: other PTX for the forward. edit_map: (parameter, change of its TensorMap). walks: whether the
+    schedule's plan must ask for a walk; None: either.
     """
     total_q, hq, _ = case.q.shape
     head_kv, topk, g = case.q2k.shape[0], case.topk, case.qhead_per_kv
     row_ptr, _, schedule = build_k2q_csr(
         case.q2k, case.cu_seqlens_q, case.cu_seqlens_k, total_k=case.total_k, qhead_per_kv=g, return_schedule=True
     )
+    blocks, selected = schedule.walk_totals
+    assert walks is None or _csr_host.walks(blocks, selected, 128 // g) == walks
     splits = head_kv * total_q * topk
     paged = case.k.ndim == 4
     fwd = simulated(FORWARD[arch], arch, g=g, partial=partial, temperature=temperature is not None)
@@ -105,15 +116,16 @@ def check(case, **options):
         assert_lse_close(lse_temperature, want.lse_temperature)
 
 
-@pytest.mark.parametrize("arch", FORWARD)
-@pytest.mark.parametrize(
-    "g, partial, seed",
-    [(1, "float32", 0), (4, "bfloat16", 0), (4, "bfloat16", 1), (4, "bfloat16", 2), (16, "float32", 1)],
-)
-def test_ragged_causal_paged_batches_match_the_reference(g, partial, seed, arch):
-    lens = {"lens_q": [37, 0, 70], "lens_k": [300, 90, 513]}
-    case = make_case(**lens, head_kv=2, qhead_per_kv=g, topk=4, layout="paged", causal=True, trim=True)
-    check(case, arch=arch, partial=partial, temperature=0.7, seed=seed)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("partial, temperature", [("float32", None), ("bfloat16", 0.7)])
+@pytest.mark.parametrize("g", [1, 2, 4, 8, 16])
+def test_a_walk_matches_the_reference(g, partial, temperature, seed):
+    """All tokens select the blocks up to their diagonal, so that groups of them share most."""
+    lens_q, lens_k = [256, 128], [600, 700]
+    last = np.concatenate([(np.arange(q) + k - q) // 128 for q, k in zip(lens_q, lens_k, strict=True)])
+    q2k = np.maximum(last[None, :, None] - np.arange(4), -1).repeat(2, axis=0).astype(np.int32)
+    case = make_case(lens_q=lens_q, lens_k=lens_k, qhead_per_kv=g, topk=4, q2k=q2k, layout="paged", causal=True)
+    check(case, walks=True, partial=partial, temperature=temperature, seed=seed)
 
 
 @pytest.mark.parametrize("arch", FORWARD)

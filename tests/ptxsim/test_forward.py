@@ -1,15 +1,20 @@
-"""The Blackwell forward and combine in the simulator, at sizes that cross every edge of the tile pipeline."""
+"""Forward and combine of both architectures in the simulator, at sizes that cross every edge of the tile pipeline."""
 
 import numpy as np
 import pytest
 import test_attention_kernels
 import torch
 from reference import make_case
-from test_attention_kernels import attention, check
+from test_attention_kernels import FORWARD, attention, check
 
 SEEDS = (0, 1, 2)
 G = (1, 2, 4, 8, 16)
 PARTIALS = ("float32", "bfloat16")
+
+
+@pytest.fixture(params=FORWARD)
+def arch(request):
+    return request.param
 
 
 def case_of(g, layout="flat", causal=True, **options):
@@ -23,56 +28,56 @@ def case_of(g, layout="flat", causal=True, **options):
 @pytest.mark.parametrize("temperature", [None, 0.7])
 @pytest.mark.parametrize("partial", PARTIALS)
 @pytest.mark.parametrize("g", G)
-def test_every_configuration_matches_the_reference_under_every_seed(g, partial, temperature):
+def test_every_configuration_matches_the_reference_under_every_seed(arch, g, partial, temperature):
     case = case_of(g, layout="paged", trim=True)
     for seed in SEEDS:
-        check(case, arch="sm_100f", partial=partial, temperature=temperature, seed=seed)
+        check(case, arch=arch, partial=partial, temperature=temperature, seed=seed)
 
 
 @pytest.mark.parametrize("layout", ["flat", "interleaved", "packed", "token-major"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("g", [2, 16])
-def test_every_layout_matches_the_reference(g, causal, layout):
-    check(case_of(g, layout, causal, seed=3), arch="sm_100f", partial="bfloat16")
+def test_every_layout_matches_the_reference(arch, g, causal, layout):
+    check(case_of(g, layout, causal, seed=3), arch=arch, partial="bfloat16")
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 64])
 @pytest.mark.parametrize("g", [1, 16])
-def test_items_of_a_single_tile_follow_one_another(g, ctas):
+def test_items_of_a_single_tile_follow_one_another(arch, g, ctas):
     """An item's K and V come where those of the item before last were: with a tile each, products may not run ahead."""
     case = make_case(lens_q=[3, 1, 2, 5], lens_k=[400, 1, 128, 129], qhead_per_kv=g, topk=4, causal=True)
     for seed in SEEDS:
-        check(case, arch="sm_100f", partial="bfloat16", ctas=ctas, seed=seed)
+        check(case, arch=arch, partial="bfloat16", ctas=ctas, seed=seed)
 
 
 @pytest.mark.parametrize("partial", PARTIALS)
-def test_items_of_many_tiles_follow_one_another(partial):
+def test_items_of_many_tiles_follow_one_another(arch, partial):
     """Two blocks, both selected by all of 90 tokens of 16 heads: items of odd and even numbers of tiles."""
     q2k = np.tile(np.array([1, -1, 0, -1], np.int32), (1, 90, 1))
     case = make_case(lens_q=[90], lens_k=[200], head_kv=1, qhead_per_kv=16, topk=4, q2k=q2k)
     for seed in SEEDS:
-        check(case, arch="sm_100f", partial=partial, ctas=1, seed=seed)
+        check(case, arch=arch, partial=partial, ctas=1, seed=seed)
 
 
-def test_rows_that_see_nothing_and_an_empty_schedule():
+def test_rows_that_see_nothing_and_an_empty_schedule(arch):
     q2k = np.full((2, 40, 4), -1, np.int32)
     case = make_case(lens_q=[40], lens_k=[300], qhead_per_kv=4, topk=4, q2k=q2k)
-    check(case, arch="sm_100f", partial="bfloat16", temperature=0.7)
+    check(case, arch=arch, partial="bfloat16", temperature=0.7)
 
 
-def test_a_diagonal_that_hides_whole_rows_of_a_tile():
+def test_a_diagonal_that_hides_whole_rows_of_a_tile(arch):
     """More queries than keys: the first queries see nothing, and the diagonal crosses the only block."""
     case = make_case(lens_q=[150], lens_k=[70], head_kv=1, qhead_per_kv=4, topk=4, causal=True)
-    check(case, arch="sm_100f", partial="float32", temperature=1.3)
+    check(case, arch=arch, partial="float32", temperature=1.3)
 
 
-def test_scores_far_apart_keep_their_softmax():
+def test_scores_far_apart_keep_their_softmax(arch):
     """Maxima of +-100 and more: every exponential but the largest underflows."""
     case = make_case(lens_q=[60], lens_k=[256], head_kv=1, qhead_per_kv=8, topk=4)
     case.q *= 16
-    check(case, arch="sm_100f", partial="float32")
+    check(case, arch=arch, partial="float32")
     case.q = torch.zeros_like(case.q)  # and none does
-    check(case, arch="sm_100f", partial="float32")
+    check(case, arch=arch, partial="float32")
 
 
 def change_schedule(monkeypatch, change):
@@ -88,7 +93,7 @@ def change_schedule(monkeypatch, change):
 
 
 @pytest.mark.parametrize("partial", PARTIALS)
-def test_a_tile_writes_its_own_rows_only(monkeypatch, partial):
+def test_a_tile_writes_its_own_rows_only(arch, monkeypatch, partial):
     """With the items in reverse, what a tile wrote too much would replace rows that are there already."""
 
     def reverse(_, schedule):
@@ -96,11 +101,11 @@ def test_a_tile_writes_its_own_rows_only(monkeypatch, partial):
         schedule.scheduler_metadata[:count] = schedule.scheduler_metadata[:count].flip(0)
 
     change_schedule(monkeypatch, reverse)
-    check(case_of(8), arch="sm_100f", partial=partial, temperature=0.7, ctas=1)
+    check(case_of(8), arch=arch, partial=partial, temperature=0.7, ctas=1)
 
 
 @pytest.mark.parametrize("seed, g", [*enumerate(G)])
-def test_no_garbage_in_device_arrays_faults_or_hangs(monkeypatch, seed, g):
+def test_no_garbage_in_device_arrays_faults_or_hangs(arch, monkeypatch, seed, g):
     rng = np.random.default_rng(seed)
     values = np.array([-(2**31), -7, -1, 0, 1, 127, 128, (1 << 24) - 1, 1 << 24, 2**31 - 1], np.int32)
 
@@ -117,4 +122,4 @@ def test_no_garbage_in_device_arrays_faults_or_hangs(monkeypatch, seed, g):
     case = case_of(g, layout="paged", trim=True)
     corrupt(case.page_table, 0.3)
     corrupt(case.seqused_k, 0.3)
-    attention(case, "sm_100f", partial=PARTIALS[seed % 2], temperature=0.7, seed=seed)
+    attention(case, arch, partial=PARTIALS[seed % 2], temperature=0.7, seed=seed)
