@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from aot.kernel import Kernel, Ptr
-from aot.kernels import partials, work
+from aot.kernels import partials, softmax, work
 
 ROWS_PER_WARP = 4  # one after the other: fewer CTAs to start where there is nothing to combine
 
@@ -129,8 +129,7 @@ class Combine(Kernel):
         total = weight
         for step in cutlass.range_constexpr(int(math.log2(self.topk))):
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        inverse = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
-        return weight * inverse, partials.log_sum_exp(reference, total)
+        return weight * softmax.reciprocal(total), partials.log_sum_exp(reference, total)
 
     @cute.jit
     def accumulate(self, acc, partial_out, first, number, weight, group_head, qhead_per_kv, lane):

@@ -19,10 +19,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from aot.kernel import Kernel, Ptr
+from aot.kernels.mask import BLK_KV
+from aot.kernels.partials import TOKEN_BITS
 from aot.kernels.smxx_sort import MAX_DIGITS, THREADS, TILE
 from aot.kernels.sorting import WARP, at, fill, head_and_tile, lower_bound, warp_inclusive_scan
 
-BLOCK = 128
 NO_BLOCK = 0x7FFFFFFF
 
 
@@ -32,7 +33,7 @@ def block_count(cu_seqlens_k: cute.Pointer, sequence: Int32, batch: Int32, total
     count = Int32(0)
     if sequence < batch:
         length = cu_seqlens_k[sequence + 1] - cu_seqlens_k[sequence]
-        count = cutlass.min(cutlass.max((length + BLOCK - 1) // BLOCK, 0), total_rows)
+        count = cutlass.min(cutlass.max((length + BLK_KV - 1) // BLK_KV, 0), total_rows)
     return count
 
 
@@ -221,7 +222,7 @@ class CsrKeys(Kernel):
             if i < size:
                 value = Int32(-1)
                 if block != NO_BLOCK:
-                    value = token | (slot << 24)
+                    value = token | (slot << TOKEN_BITS)
                 keys[i] = row
                 values[i] = value
                 if position == 0:
@@ -369,7 +370,7 @@ class CsrSplit(Kernel):
             for j in cutlass.range_constexpr(self.topk):
                 slot += (cute.arch.shuffle_sync(entry, group_shift + j) < entry).to(Int32)
             if entry < size:
-                qsplit_indices[entry] = token | (slot << 24)
+                qsplit_indices[entry] = token | (slot << TOKEN_BITS)
                 split_entries[token * self.topk + slot] = entry
             elif i < size:
                 split_entries[i] = Int32(-1)

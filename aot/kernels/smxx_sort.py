@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from aot.kernel import Kernel, Ptr
+from aot.kernels.partials import TOKEN_BITS, TOKEN_MASK
 from aot.kernels.sorting import WARP, at, block_exclusive_scan, count_and_rank, fill, head_and_tile
 
 TILE = 4096
@@ -211,7 +212,7 @@ class RadixScatter(Kernel):
             digit = (keys[k] >> shift) & (digits - 1)
             ranks[k] += tile_start[digit] + own[digit]
             if write_entries and values[k] >= 0:
-                entries_out[(values[k] & 0xFFFFFF) * topk + (values[k] >> 24)] = to_global[digit] + ranks[k]
+                entries_out[(values[k] & TOKEN_MASK) * topk + (values[k] >> TOKEN_BITS)] = to_global[digit] + ranks[k]
         cute.arch.sync_threads()  # the counters have been read: their memory takes the ordered tile
         for k in cutlass.range_constexpr(self.per_thread):
             counters[ranks[k]] = keys[k]
@@ -234,5 +235,5 @@ class RadixScatter(Kernel):
                 if write_indices:
                     token = value
                     if value >= 0:
-                        token = value & 0xFFFFFF
+                        token = value & TOKEN_MASK
                     indices_out[place] = token
