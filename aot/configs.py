@@ -58,9 +58,7 @@ def configurations() -> list[Configuration]:
     return [*_forward(), *_combine(), *_csr_and_schedule()]
 
 
-# The forward of sm_100f (aot/kernels/sm100_fwd.py) joins when the assembler gives it the same bytes twice: today it
-# takes one of two equivalent register assignments by chance. Until then it only runs in the simulator, from its PTX.
-_FORWARD = {"sm_90a": "aot.kernels.sm90_fwd:ForwardSm90"}
+_FORWARD = {"sm_90a": "aot.kernels.sm90_fwd:ForwardSm90", "sm_100f": "aot.kernels.sm100_fwd:ForwardSm100"}
 
 
 def _forward() -> Iterator[Configuration]:

@@ -104,10 +104,16 @@ def test_nothing_spills(bundle, entry):
     assert not {opcode for opcode in instructions(bundle / entry["file"]) if opcode.startswith(("STL", "LDL"))}
 
 
+TENSOR_CORES = {
+    "sm_90a": ("HGMMA.64x128x16.F32.BF16",),
+    "sm_100f": ("UTCHMMA", "UTCBAR", "LDTM", "STTM"),  # products, their commits, tensor memory in and out
+}
+
+
 @pytest.mark.parametrize("path", [path for path in CONFIGURATIONS if "/fwd-" in path])
 def test_forward_uses_the_tensor_cores_and_tma(bundle, path):
     opcodes = instructions(bundle / f"{path}.cubin")
-    for wanted in ("HGMMA.64x128x16.F32.BF16", "UTMALDG.5D", "MUFU.EX2", "SYNCS"):
+    for wanted in (*TENSOR_CORES[CONFIGURATIONS[path].arch], "UTMALDG.5D", "MUFU.EX2", "SYNCS", "USETMAXREG"):
         assert any(opcode.startswith(wanted) for opcode in opcodes), wanted
 
 
@@ -127,3 +133,11 @@ def test_no_two_configurations_compile_to_the_same_code(manifest):
     for entry in manifest["configurations"]:
         by_hash.setdefault(entry["sha256"], []).append(f"{entry['arch']}/{entry['name']}")
     assert [paths for paths in by_hash.values() if len(paths) > 1] == []
+
+
+def test_documented_shared_memory_is_that_of_the_bundle(manifest):
+    text = (build.ROOT / "docs" / "kernels.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` (\d+) \|.*\| ([\d,]+) \|$", text, re.MULTILINE)
+    documented = {(arch, int(g), int(n_bytes.replace(",", ""))) for arch, g, n_bytes in rows}
+    forwards = [entry for entry in manifest["configurations"] if entry["operation"] == "fwd"]
+    assert documented == {(entry["arch"], entry["options"]["g"], entry["smem_bytes"]) for entry in forwards}

@@ -15,7 +15,9 @@ from aot.kernels.mask import BLK_KV
 from aot.kernels.partials import HEAD_DIM
 
 KV_STAGES = 2
-ITEM_WORDS = 8  # of a work item in shared memory: count, first entry, KV head, key_limit, causal_shift
+# Of a work item in shared memory: count, first entry, KV head, key_limit, causal_shift and three unused ones, so that
+# an item's place is a shift: with five words one configuration spills.
+ITEM_WORDS = 8
 ATOM_ROWS = 8  # a swizzled atom is 8 rows of 128 bytes
 SWIZZLE_COLUMNS = 64  # bf16 elements in such a row
 HALVES = HEAD_DIM // SWIZZLE_COLUMNS

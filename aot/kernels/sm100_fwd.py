@@ -13,7 +13,7 @@ doubles it); tensor memory 320 (S and O out, P in, a column a cycle); shared mem
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as cuda
-from cutlass import BFloat16, Float32, GridConstant, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, GridConstant, Int32, Int64, Uint32, Uint64, const_expr
 from cutlass.experimental import primitives
 
 from aot.kernel import Kernel, TensorMap
@@ -73,6 +73,17 @@ def tensor_memory(base: Int32, warp: Int32, column: int | Int32, dtype: type):
 def load_columns(base: Int32, warp: Int32, column: int | Int32, width: int):
     """One warp: start loading ``width`` columns of its 32 rows of tensor memory; the values are there after a wait."""
     return primitives.tcgen05_ld("32x32b", tensor_memory(base, warp, column, Float32), num=width)
+
+
+def advance(desc: primitives.Tcgen05SmemDesc, offset: int) -> primitives.Tcgen05SmemDesc:
+    """The descriptor ``offset`` bytes further.
+
+    The sum is one of low words and the high word stays a constant: sums of 64 bits the assembler derives from common
+    bases, and two bases that live equally long (Q's and K's) get their registers in an order that differs by chance.
+    """
+    low = Uint32(desc) + Uint32(offset >> 4)
+    high = Uint64(desc) >> 32 << 32
+    return primitives.Tcgen05SmemDesc(Int64(high | Uint64(low)))
 
 
 class ForwardSm100(Kernel):
@@ -338,8 +349,8 @@ class ForwardSm100(Kernel):
                     primitives.Tcgen05MMAKind.F16,
                     primitives.CTAGroup.CTA_1,
                     target,
-                    q.advance_start_address(half * ATOM_BYTES + 2 * column),
-                    k.advance_start_address(half * (BLOCK_BYTES // HALVES) + 2 * column),
+                    advance(q, half * ATOM_BYTES + 2 * column),
+                    advance(k, half * (BLOCK_BYTES // HALVES) + 2 * column),
                     shape,
                     step > 0,
                 )
@@ -368,7 +379,7 @@ class ForwardSm100(Kernel):
                     primitives.CTAGroup.CTA_1,
                     target,
                     primitives.make_tmem_ptr(weights + step * (MMA_K // 2), Int32),
-                    v.advance_start_address(step * (MMA_K // ATOM_ROWS * ATOM_BYTES)),
+                    advance(v, step * (MMA_K // ATOM_ROWS * ATOM_BYTES)),
                     shape,
                     step > 0,
                 )

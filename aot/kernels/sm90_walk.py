@@ -25,7 +25,7 @@ PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 224
 IDLE_REGISTERS = 24
 FIRST, LAST = 1, 2  # of a group's blocks
-FIXED_WORDS = 6  # of an item in shared memory: flags (-1: the end), group, KV head, key_limit, causal_shift, unused
+FIXED_WORDS = 5  # of an item in shared memory: flags (-1: the end), group, KV head, key_limit, causal_shift
 NOWHERE = -BLK_KV  # a row before the first: reads as zero
 
 
@@ -58,7 +58,7 @@ class WalkRoles:
                     row, page = loading.locate(sequence, number, cu_seqlens_k, page_table, page_table_stride, max_pages)
                 flags = (FIRST if step == 0 else 0) + (LAST if step == steps - 1 else 0)
                 head = item // groups
-                words = (Int32(flags), item - head * groups, head, key_limit, causal_shift, Int32(0))
+                words = (Int32(flags), item - head * groups, head, key_limit, causal_shift)
                 words += tuple(block[2 + i] if exists else Int32(0) for i in range(self.walk_words))
                 tails = loading.fetch(maps, shared, barriers, kv_index, tails, words, (row, head, page), key_limit)
                 kv_index += 1
