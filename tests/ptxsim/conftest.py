@@ -3,7 +3,24 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-for path in (ROOT, ROOT / "tools", ROOT / "tests"):
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+for path in (ROOT, ROOT / "tools" / "ptxsim", ROOT / "tests"):
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
+
+from aot.configs import ARCHS  # noqa: E402
+
+
+@pytest.fixture(params=ARCHS)
+def arch(request):
+    return request.param
+
+
+def pytest_collection_modifyitems(items):
+    """The first simulated call of a process warns; test_host_arrays.py says how often."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore:sparse_aot. the arrays are on the host:UserWarning"))

@@ -10,16 +10,62 @@ TYPES = {
     "e5m2": torch.float8_e5m2,
     "tf32": torch.float32,
 }
+# Types below 8 bits: bits of the exponent and the mantissa, and the exponent's bias. Sixteen elements lie at the
+# beginning of 16 bytes, and padding follows; those of the packed one follow one another.
+NARROW = {"e2m1": (2, 1, 1), "e2m3": (2, 3, 1), "e3m2": (3, 2, 3), "e2m1_packed": (2, 1, 1)}
+
+
+def elements_of_16_bytes(name) -> int:
+    return 32 if name == "e2m1_packed" else 16 if name in NARROW else 16 // TYPES[name].itemsize
+
+
+def every_value(name) -> np.ndarray:
+    """The value of each code of a narrow type."""
+    exponent_bits, mantissa_bits, bias = NARROW[name]
+    code = np.arange(2 << exponent_bits + mantissa_bits)
+    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
+    mantissa = code % (1 << mantissa_bits) / (1 << mantissa_bits)
+    value = np.where(exponent > 0, (1 + mantissa) * 2.0 ** (exponent - bias), mantissa * 2.0 ** (1 - bias))
+    return np.where(code >> exponent_bits + mantissa_bits, -value, value).astype(np.float32)
+
+
+def narrow_codes(values, name) -> np.ndarray:
+    """The codes of values that a narrow type holds exactly."""
+    table = every_value(name)
+    code = np.abs(np.asarray(values)[..., None] - table).argmin(-1)
+    np.testing.assert_array_equal(table[code], values)
+    return code
+
+
+def narrow_bytes(values, name) -> np.ndarray:
+    code = narrow_codes(values, name)
+    bits = code[..., None] >> np.arange(sum(NARROW[name][:2]) + 1) & 1
+    bits = bits.reshape(len(code), -1, elements_of_16_bytes(name) * bits.shape[-1])
+    padding = np.random.default_rng(9).integers(0, 2, (*bits.shape[:2], 128 - bits.shape[2]))
+    return np.packbits(np.concatenate([bits, padding], -1).astype(np.uint8), -1, "little").reshape(len(code), -1)
+
+
+def container_bytes(values, name) -> np.ndarray:
+    """The bytes of a matrix in tensor memory: as raw_bytes, but a byte for each padded element."""
+    if name not in NARROW or name == "e2m1_packed":
+        return raw_bytes(values, name)
+    return (narrow_codes(values, name) << (2 if name == "e2m1" else 0)).astype(np.uint8)
 
 
 def raw_bytes(values, name) -> np.ndarray:
     """The bytes of a float32 matrix in a type, [rows, columns * size]."""
+    if name in NARROW:
+        return narrow_bytes(values, name)
     tensor = torch.from_numpy(np.ascontiguousarray(values)).to(TYPES[name])
     return tensor.view(torch.uint8).numpy().reshape(len(values), -1)
 
 
 def random_matrix(rows, columns, name, seed) -> tuple[np.ndarray, np.ndarray]:
     """(float32 values, bytes [rows, columns * size]) of a matrix that the type holds exactly."""
+    if name in NARROW:
+        table = every_value(name)
+        values = table[np.random.default_rng(seed).integers(0, len(table), (rows, columns))]
+        return values, raw_bytes(values, name)
     values = torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32))
     if name == "tf32":
         values = (values.view(torch.int32) & ~0x1FFF).view(torch.float32)
@@ -56,8 +102,9 @@ def shared_image(values, name, swizzle, mn_major) -> tuple[np.ndarray, int, int]
     pitch = 16 << swizzle
     if mn_major:
         raw = raw_bytes(values.T, name)
-        # With a swizzle: two groups of eight k beside each other, then the next columns.
-        lead, stride = (2 * pitch * 8, pitch * 8) if swizzle else (128, 256)
+        # The groups of eight k beside each other, then the next columns.
+        groups = len(raw) // 8
+        lead, stride = (groups * pitch * 8, pitch * 8) if swizzle else (128, groups * 128)
         offsets = mn_major_offsets(raw, swizzle, lead, stride)
     else:
         raw = raw_bytes(values, name)

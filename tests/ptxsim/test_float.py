@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from operands import every_value
 from ptx import lanes
 
 RNG = np.random.default_rng(0)
@@ -196,6 +197,53 @@ def test_e2m1_conversions():
     np.testing.assert_array_equal((got[1] >> 16).astype(np.uint16).view(np.float16), table[nearest].astype(np.float16))
 
 
+@pytest.mark.parametrize(
+    "name, format_, element_bits", [("e2m1x2", "e2m1", 4), ("e2m3x2", "e2m3", 8), ("e3m2x2", "e3m2", 8)]
+)
+@pytest.mark.parametrize("relu", ["", ".relu"])
+def test_conversions_of_narrow_pairs(name, format_, element_bits, relu):
+    """From float32, from pairs of f16, and back to f16: nearest value, ties to even codes, saturating."""
+    table = every_value(format_)
+    positive = table[: len(table) // 2].astype(np.float64)
+    middles = ((positive[1:] + positive[:-1]) / 2).astype(np.float32)
+    rng = np.random.default_rng(0)
+
+    def code(values):
+        wanted = np.maximum(values, 0) if relu else values
+        distance = abs(abs(wanted.astype(np.float64))[:, None] - positive)
+        best = distance == distance.min(1, keepdims=True)
+        even = best & (np.arange(len(positive)) % 2 == 0)
+        chosen = np.where(best.sum(1) > 1, even.argmax(1), best.argmax(1))
+        return chosen | np.where(np.signbit(wanted), len(positive), 0)
+
+    bits = 2 * element_bits
+    text = f""".reg .b{bits} %e; cvt.rn.satfinite{relu}.{name}.f32 %e, %a0, %a1; cvt.u32.u{bits} %o0, %e;
+               cvt.rn{relu}.f16x2.{name} %o1, %e;
+               cvt.rn.satfinite{relu}.{name}.f16x2 %e, %a2; cvt.u32.u{bits} %o2, %e;"""
+    for start in range(0, len(middles), 16):
+        ties = np.resize(middles[start : start + 16], 16)
+        x = np.concatenate([ties, np.resize([1000, 1e-6, 0, 0.3], 4), rng.normal(size=12) * positive[-1]])
+        x = (rng.permutation(x) * rng.choice([-1, 1], 32)).astype(np.float16).astype(np.float32)
+        x = x + np.float32(0) if relu else x  # what becomes of a negative zero is not said
+        y = rng.permutation(x)
+        hi, lo = (v.astype(np.float16).view(np.uint16).astype(np.uint32) for v in (x, y))
+        got = lanes(text, [x, y, hi << 16 | lo], [np.uint32] * 3)
+        for pair in (got[0], got[2]):
+            np.testing.assert_array_equal(pair >> element_bits, code(x))
+            np.testing.assert_array_equal(pair & (1 << element_bits) - 1, code(y))
+        for half, values in ((got[1] >> 16, x), (got[1] & 0xFFFF, y)):
+            same(half.astype(np.uint16).view(np.float16), table[code(values)])
+
+
+def test_bf16_pairs_become_e2m1():
+    x, y = (narrow(v * 3, torch.bfloat16) for v in (A, B))
+    code = """.reg .b8 %e, %f; .reg .b32 %x, %y;
+              cvt.rn.satfinite.e2m1x2.bf16x2 %e, %a0; cvt.u32.u8 %o0, %e; shl.b32 %y, %a0, 16;
+              and.b32 %x, %a0, 0xffff0000; cvt.rn.satfinite.e2m1x2.f32 %f, %x, %y; cvt.u32.u8 %o1, %f;"""
+    got = lanes(code, [x.astype(np.uint32) << 16 | y], [np.uint32, np.uint32])
+    np.testing.assert_array_equal(got[0], got[1])
+
+
 def test_ue8m0_scales_round_as_told():
     x = abs(np.concatenate([A[:16], 2.0 ** np.arange(-8, 8)]).astype(np.float32))
     code = """cvt.rz.satfinite.ue8m0x2.f32 %o0, %a0, %a0; cvt.rp.satfinite.ue8m0x2.f32 %o1, %a0, %a0;
@@ -204,6 +252,17 @@ def test_ue8m0_scales_round_as_told():
     np.testing.assert_array_equal(got[0] & 255, np.floor(np.log2(x)) + 127)
     np.testing.assert_array_equal(got[1] >> 8, np.ceil(np.log2(x)) + 127)
     np.testing.assert_array_equal(((got[2] & 0xFFFF) << 16).view(np.float32), 2.0 ** np.ceil(np.log2(x)))
+
+
+def test_ue8m0_at_the_ends_of_its_range():
+    x = np.resize(np.array([0, 1e-45, 2.0**-127, 2.0**-127 * 1.5, 2.0**-126, 2.0**127, 2.0**127 * 1.5, np.inf, np.nan,
+                            -4.0], np.float32), 32)  # fmt: skip
+    code = """cvt.rz.satfinite.ue8m0x2.f32 %o0, %a0, %a0; cvt.rp.satfinite.ue8m0x2.f32 %o1, %a0, %a0;
+              cvt.rp.ue8m0x2.f32 %o2, %a0, %a0;"""
+    down, up, open_ = (bits[:10] & 255 for bits in lanes(code, [x], [np.uint16] * 3))
+    assert down.tolist() == [0, 0, 0, 0, 1, 254, 254, 254, 255, 129]
+    assert up.tolist() == [0, 0, 0, 1, 1, 254, 254, 254, 255, 129]
+    assert open_.tolist() == [0, 0, 0, 1, 1, 254, 255, 255, 255, 129]
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,24 @@
 import numpy as np
 import ptxsim
 import pytest
-from operands import TYPES, random_matrix, raw_bytes, shared_image
+from operands import container_bytes, elements_of_16_bytes, random_matrix, shared_image
 from ptx import kernel
+from tcgen05 import (
+    ALLOC,
+    CODES,
+    FREE,
+    QUARTER,
+    SHARED,
+    WAIT,
+    change,
+    cluster_sync,
+    commit,
+    copy_to_shared,
+    descriptor,
+    vector,
+)
 
 LANE = np.arange(32)
-SHARED = ".shared .align 8 .b8 bar[8]; .shared .align 4 .b32 held;"
-ALLOC = """mov.b32 %r0, 512; setp.ge.u32 %p9, %t, 32;
-           @!%p9 tcgen05.alloc.cta_group::{0}.sync.aligned.shared::cta.b32 [held], %r0;"""
-FREE = "bar.sync 0; @!%p9 tcgen05.dealloc.cta_group::{0}.sync.aligned.b32 %r1, %r0;"
-WAIT = "WAIT: mbarrier.try_wait.parity.shared.b64 %p4, [bar], 0; @!%p4 bra WAIT;"
-COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [bar];"
-QUARTER = "shr.u32 %r2, %t, 5; shl.b32 %r2, %r2, 21; add.s32 %r3, %r1, %r2;"  # %r3: the warp's lanes
 
 SHAPES = {  # lane and column of thread t's register r, from the figures of the PTX ISA; registers of .x1
     "32x32b": (lambda t, r: (t, r + 0 * t), 1),
@@ -23,10 +30,6 @@ SHAPES = {  # lane and column of thread t's register r, from the figures of the 
     "16x32bx2": (lambda t, r: (t % 16, r + 0 * t), 1),  # lanes 16 and up: HALF columns further on
 }
 HALF = 64
-
-
-def vector(first, count):
-    return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -76,22 +79,19 @@ def test_loads_and_stores_follow_their_fragments(shape, count, packed):
         np.testing.assert_array_equal(back, given)
 
 
-CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1}
-KINDS = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "e4m3": "f8f6f4", "e5m2": "f8f6f4"}
-
-
-def descriptor(lead, stride, swizzle):
-    return lead >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | {0: 0, 1: 6, 2: 4, 3: 2}[swizzle] << 61
+KINDS = {"f16": "f16", "bf16": "f16", "tf32": "tf32"}
+BYTES = ["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"]  # in any combination, of kind f8f6f4
 
 
 def product(
     m=128, n=64, name="bf16", swizzle=3, ctas=1, a_mn=False, b_mn=False, a_tensor=False, half=False, accumulate=True,
-    disabled=0, scale=0, edit=lambda body: body, negate=False, **options,
+    disabled=0, scale=0, edit=lambda body: body, negate=False, name_b=None, **options,
 ):  # fmt: skip
     """One tcgen05.mma on random operands: (D as tensor memory holds it [ctas, 128 lanes, n], D wanted there)."""
-    k = 32 // TYPES[name].itemsize
+    name_b = name_b or name
+    k = 2 * elements_of_16_bytes(name)
     a, _ = random_matrix(m, k, name, 1)
-    b, _ = random_matrix(n, k, name, 2)
+    b, _ = random_matrix(n, k, name_b, 2)
     c = np.random.default_rng(3).normal(size=(ctas, 128, n)).astype(np.float32)
     if half:
         c = c.astype(np.float16).astype(np.float32)
@@ -100,30 +100,25 @@ def product(
     for rank in range(ctas):
         part_a, part_b = a[rank * rows : (rank + 1) * rows], b[rank * columns : (rank + 1) * columns]
         a_image, *a_offsets = shared_image(part_a, name, swizzle, a_mn)
-        b_image, *b_offsets = shared_image(part_b, name, swizzle, b_mn)
+        b_image, *b_offsets = shared_image(part_b, name_b, swizzle, b_mn)
         images.append(np.concatenate([a_image, b_image]))
     image = np.stack(images)
     lanes = np.arange(rows) if rows == 128 or ctas == 2 else np.arange(rows) // 16 * 32 + np.arange(rows) % 16
     a_lanes = np.zeros((ctas, 128, 8), np.uint32)
     for rank in range(ctas):
-        a_lanes[rank, lanes] = raw_bytes(a[rank * rows : (rank + 1) * rows], name).view(np.uint32)
+        a_lanes[rank, lanes] = container_bytes(a[rank * rows : (rank + 1) * rows], name).view(np.uint32)
     held = c.astype(np.float16).view(np.uint16).astype(np.uint32) if half else c.view(np.uint32)
     d = np.ascontiguousarray(held.copy())
     arrays = [image, d, a_lanes]
-    idesc = (0 if half else 1) << 4 | CODES[name] << 7 | CODES[name] << 10 | negate << 13 | a_mn << 15 | b_mn << 16
+    idesc = (0 if half else 1) << 4 | CODES[name] << 7 | CODES[name_b] << 10 | negate << 13 | a_mn << 15 | b_mn << 16
     idesc |= n // 8 << 17 | m // 16 << 24
     mask = ", ".join(["%r250"] * (4 * ctas))
     size = image.shape[1]
-    sync = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" if ctas == 2 else "bar.sync 0;"
-    multicast = (".multicast::cluster", ", %h0") if ctas == 2 else ("", "")
+    sync = cluster_sync(ctas)
     body = f"""
       {ALLOC.format(ctas)} setp.ne.u32 %p0, %t, 0; @!%p0 mbarrier.init.shared.b64 [bar], 1;
       fence.mbarrier_init.release.cluster;
-      mov.u32 %r10, %cluster_ctarank; mov.u32 %r11, tile; mad.lo.s32 %r12, %t, 4, %r11;
-      mad.lo.s32 %r13, %r10, {size}, 0;
-      cvt.u64.u32 %d0, %r13; add.s64 %d0, %d0, %q0; mad.wide.u32 %d0, %t, 4, %d0; mov.b32 %r14, 0;
-      COPY: ld.global.b32 %r15, [%d0]; st.shared.b32 [%r12], %r15; add.s64 %d0, %d0, 512; add.s32 %r12, %r12, 512;
-      add.s32 %r14, %r14, 1; setp.lt.u32 %p1, %r14, {size // 512}; @%p1 bra COPY; fence.proxy.async;
+      {copy_to_shared(size)}
       bar.sync 0; ld.shared.b32 %r1, [held]; {QUARTER}
       mad.lo.s32 %r16, %r10, 128, %t; mad.lo.s32 %r17, %r16, {4 * n}, 0; cvt.u64.u32 %d1, %r17; add.s64 %d1, %d1, %q1;
       mad.lo.s32 %r18, %r16, 32, 0; cvt.u64.u32 %d2, %r18; add.s64 %d2, %d2, %q2;
@@ -139,10 +134,9 @@ def product(
       mov.b32 %r250, {disabled}; setp.eq.u32 %p3, %r10, {0 if accumulate else 7}; mov.b16 %h0, 3;
       mov.b32 %r251, {idesc};
       add.s32 %r252, %r1, 256;
-      tcgen05.mma.cta_group::{ctas}.kind::{KINDS[name]} [%r1],
+      tcgen05.mma.cta_group::{ctas}.kind::{KINDS.get(name, "f8f6f4")} [%r1],
         {"[%r252]" if a_tensor else "%d4"}, %d5, %r251, {{{mask}}}, %p3{f", {scale}" if scale else ""};
-      tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster{multicast[0]}.b64 [bar]{multicast[1]};
-      {WAIT} tcgen05.fence::after_thread_sync;
+      {commit(ctas)} {WAIT} tcgen05.fence::after_thread_sync;
       tcgen05.ld.sync.aligned.32x32b.x{n}.b32 {vector(30, n)}, [%r3]; tcgen05.wait::ld.sync.aligned;
       {" ".join(f"st.global.b32 [%d1+{4 * i}], %r{30 + i};" for i in range(n))}
       {FREE.format(ctas)} {sync}"""
@@ -165,7 +159,7 @@ def product(
 
 
 @pytest.mark.parametrize("swizzle", range(4))
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", [*KINDS, *BYTES])
 def test_mma_of_every_type_and_swizzle(name, swizzle):
     np.testing.assert_allclose(*product(name=name, swizzle=swizzle), rtol=1e-5, atol=1e-5)
 
@@ -176,11 +170,23 @@ def test_mma_with_mn_major_operands(a_mn, b_mn, swizzle):
     np.testing.assert_allclose(*product(swizzle=swizzle, a_mn=a_mn, b_mn=b_mn), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("swizzle", [0, 3])
+@pytest.mark.parametrize("b_mn", [False, True])
+@pytest.mark.parametrize("name, name_b", [(a, b) for a in BYTES for b in BYTES if a != b])
+def test_mma_of_mixed_types(name, name_b, b_mn, swizzle):
+    options = {"a_mn": not b_mn, "half": b_mn} if swizzle else {"a_tensor": True}
+    got, want = product(name=name, name_b=name_b, b_mn=b_mn, swizzle=swizzle, **options)
+    tolerance = 4e-3 if options.get("half") else 1e-5
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * 30)
+
+
 @pytest.mark.parametrize("ctas, m", [(1, 64), (1, 128), (2, 128), (2, 256)])
 @pytest.mark.parametrize("a_tensor", [False, True])
+@pytest.mark.parametrize("name", ["bf16", "e2m3", "e2m1"])
 @pytest.mark.parametrize("seed", range(3))
-def test_mma_places_rows_as_its_layout_says(ctas, m, a_tensor, seed):
-    np.testing.assert_allclose(*product(m=m, ctas=ctas, a_tensor=a_tensor, seed=seed), rtol=1e-5, atol=1e-5)
+def test_mma_places_rows_as_its_layout_says(ctas, m, a_tensor, name, seed):
+    got, want = product(m=m, ctas=ctas, a_tensor=a_tensor, name=name, seed=seed)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -201,14 +207,6 @@ def test_mma_obeys_its_options(options):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-def change(old, new=""):
-    def edit(body):
-        assert old in body
-        return body.replace(old, new)
-
-    return edit
-
-
 WRONG = [
     ("tensor_leak", change(FREE.format(1)), "512 columns of tensor memory allocated at column 0"),
     ("tensor_bounds", change("[%r3], {%r30", "[%r3+496], {%r30"), "columns 496 to 5|column"),
@@ -218,8 +216,12 @@ WRONG = [
     ("async_early", change(WAIT, "WAIT:"), "of tcgen05 operations of warp 0|of tcgen05.ld"),
     ("proxy_fence", change("fence.proxy.async;"), "without fence.proxy.async"),
     ("descriptor", change("mov.b32 %r251, ", "mov.b32 %r251, 64; or.b32 %r251, %r251, "), "reserved bits"),
+    ("descriptor", change("mov.b32 %r251, ", "mov.b32 %r251, 1; or.b32 %r251, %r251, "), "sparse"),
+    ("descriptor", change("mov.b32 %r251, ", "mov.b32 %r251, 4; or.b32 %r251, %r251, "), "sparse"),
+    ("descriptor", change("mov.b32 %r251, ", "mov.b32 %r251, 256; or.b32 %r251, %r251, "), "element type"),
+    ("descriptor", change("mov.b32 %r251, ", "mov.b32 %r251, 32; or.b32 %r251, %r251, "), "accumulator type"),
     ("descriptor", change("or.b64 %d4, %d3, ", f"or.b64 %d4, %d3, {1 << 61}; or.b64 %d4, %d4, "), "swizzle mode"),
-    ("deadlock", change(COMMIT), "1 of 1 arrivals"),
+    ("deadlock", change(commit(1)), "1 of 1 arrivals"),
 ]  # fmt: skip
 
 

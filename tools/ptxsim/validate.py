@@ -27,13 +27,13 @@ import cutlass
 import cutlass.cute as cute
 import numpy as np
 import torch
-from cutlass.cute.runtime import make_fake_compact_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_ptr
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 import ptxsim
 
 EXAMPLES = "examples/python/CuTeDSL"
-UINT8, BFLOAT16 = 0, 9  # CUtensorMapDataType
+UINT8, UINT16, BFLOAT16, FP4, FP4_PADDED, FP6_PADDED = 0, 1, 9, 13, 14, 15  # CUtensorMapDataType
 SWIZZLE_64, SWIZZLE_128 = 2, 3  # CUtensorMapSwizzle
 SHARED_BYTES = 226 * 1024
 TOLERANCE = 1 / 128  # of the largest value: results are rounded to bfloat16
@@ -132,6 +132,112 @@ def sm100_gemm(cutlass_dir: Path, ctas: int = 1, float8: bool = False) -> Run:
     return Run(ptx, launch, c, reference)
 
 
+@dataclass(frozen=True)
+class Narrow:
+    """An operand type of the block-scaled GEMM."""
+
+    type: type  # the DSL's
+    bits: int
+    mantissa: int
+    bias: int
+    map_type: int = UINT8
+    padded_map_type: int = UINT8  # where A and B have different types, or six bits
+
+    def random(self, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """(float32 values, bytes) of random finite elements, packed with the first one lowest."""
+        code = torch.randint(0, 1 << self.bits, (rows, columns), generator=generator)
+        if self.bits == 8:
+            code = torch.where(code & 0x7F >= 0x78, code ^ 0x40, code)  # no NaN or Inf
+        exponent = code >> self.mantissa & (1 << self.bits - 1 - self.mantissa) - 1
+        significand = (code & (1 << self.mantissa) - 1) + (exponent > 0) * (1 << self.mantissa)
+        value = significand * 2.0 ** (exponent.clamp(min=1) - self.bias - self.mantissa)
+        value = torch.where(code >> self.bits - 1 == 1, -value, value).float()
+        bits = (code[..., None] >> torch.arange(self.bits) & 1).reshape(rows, -1, 8)
+        return value, (bits << torch.arange(8)).sum(-1).to(torch.uint8)
+
+
+E4M3 = Narrow(cutlass.Float8E4M3FN, 8, 3, 7)
+E3M2 = Narrow(cutlass.Float6E3M2FN, 6, 2, 3, padded_map_type=FP6_PADDED)
+E2M1 = Narrow(cutlass.Float4E2M1FN, 4, 1, 1, FP4, FP4_PADDED)
+
+
+def scale_factors(rows: int, count: int, ue8m0: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 values [rows, count], bytes as the example lays them out: 128 rows x 4 factors take 512 bytes)."""
+    if ue8m0:
+        code = torch.randint(124, 131, (rows, count), generator=generator, dtype=torch.uint8)
+        value = torch.exp2(code.float() - 127)
+    else:
+        code = (torch.rand((rows, count), generator=generator) + 0.25).to(torch.float8_e4m3fn)
+        code, value = code.view(torch.uint8), code.float()
+    return value, code.reshape(rows // 128, 4, 32, count // 4, 4).permute(0, 3, 2, 1, 4).contiguous()
+
+
+def sm100_block_scaled(
+    cutlass_dir: Path, a_type: Narrow, b_type: Narrow, block: int, ctas: int = 1, k_major: bool = True
+) -> Run:
+    """A [m, k] and B [n, k] with a scale factor for `block` elements of k: ue4m3 for 16 of them, ue8m0 for 32."""
+    module = example(cutlass_dir, "cute/blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py")
+    kernel = module.Sm100BlockScaledPersistentDenseGemmKernel(block, (128 * ctas, 128), (ctas, 1))
+    m, n, k = 256, 256, 1024
+    scale_type = cutlass.Float8E4M3FN if block == 16 else cutlass.Float8E8M0FNU
+    pointers = [
+        make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=32)
+        for dtype in (a_type.type, b_type.type, scale_type, scale_type, cutlass.BFloat16)
+    ]
+    major = module.OperandMajorMode.K if k_major else module.OperandMajorMode.MN
+    majors = (major, major, module.utils.LayoutEnum.ROW_MAJOR)
+    ptx = compiled("sm_100a", kernel, *pointers, majors, (cutlass.Int32(0),) * 4, 1, driver.CUstream(0), lambda x: x)
+
+    generator = torch.Generator().manual_seed(0)
+    c = torch.zeros(m, n, dtype=torch.bfloat16)
+    packed = a_type == b_type and a_type.bits != 6  # else every element gets a byte in shared memory
+    tile_k = 256 if packed and a_type.bits == 4 else 128
+    groups = k // block // 4
+    maps, memory, scaled = [], [c], []
+    for dtype, rows, box in ((a_type, m, 128), (b_type, n, 128 // ctas)):
+        extents, box = ([k, rows, 1], [tile_k, box, 1]) if k_major else ([rows, k, 1], [box, tile_k, 1])
+        value, raw = dtype.random(extents[1], extents[0], generator)
+        data_type = dtype.map_type if packed else dtype.padded_map_type
+        strides = [raw.shape[1], raw.nbytes]
+        maps.append(ptxsim.encode_tiled(data_type, raw.data_ptr(), extents, strides, box, swizzle=SWIZZLE_128))
+        value = value if k_major else value.T
+        scale, raw_scale = scale_factors(rows, k // block, block == 32, generator)
+        scaled.append(value * scale.repeat_interleave(block, dim=1))
+        memory += [raw, raw_scale]
+    in_tile = tile_k // block // 4
+    for rows, raw, parts in ((m, memory[2], 1), (n, memory[4], ctas)):  # B's are multicast, a part by each CTA
+        sizes = (
+            [(groups, 512, in_tile // parts), (rows // 128, 512 * groups, 1)]
+            if in_tile > 1
+            else [(rows // 128, 512 * groups, 1), (groups, 512, 1)]
+        )
+        extents = [256, *(size for size, _, _ in sizes), 1]
+        strides = [*(stride for _, stride, _ in sizes), raw.nbytes]
+        box = [256 if in_tile > 1 else 256 // parts, *(part for _, _, part in sizes), 1]
+        maps.append(ptxsim.encode_tiled(UINT16, raw.data_ptr(), extents, strides, box))
+    maps.append(
+        ptxsim.encode_tiled(BFLOAT16, c.data_ptr(), [n, m, 1], [n * 2, c.nbytes], [32, 128, 1], swizzle=SWIZZLE_64)
+    )
+
+    def shape(*extents: int) -> bytes:
+        return np.array(extents, np.int32).tobytes()
+
+    def divisor(d: int) -> bytes:
+        """How the tile scheduler divides by d: d, a multiplier and two shifts."""
+        log = (d - 1).bit_length()
+        multiplier = (1 << 32) * ((1 << log) - d) // d + 1
+        return np.array([d, multiplier], np.uint32).tobytes() + bytes([min(log, 1), max(log - 1, 0), 0, 0])
+
+    tiles = (m // 128 // ctas, n // 128, 1)
+    shapes = [shape(m, k, 1), shape(n, k, 1), shape(m, k, 1), shape(n, k, 1), shape(m, n, 1)]
+    given = [bytes(12), bytes(12), *(part for pair in zip(maps, shapes, strict=True) for part in pair)]
+    given += [*(np.int32(t).tobytes() for t in tiles), divisor(tiles[0]), divisor(tiles[1])]
+    (layout,) = ptx.kernels.values()
+    params = [*given, *(bytes(size) for _, size in layout[len(given) :])]  # of other orders of the tiles: zeros
+    launch = {"grid": (ctas, 1, 2 // ctas), "block": 192, "cluster": (ctas, 1), "params": params, "memory": memory}
+    return Run(ptx, launch, c, scaled[0] @ scaled[1].T)
+
+
 def sm100_attention(cutlass_dir: Path, causal: bool) -> Run:
     module = example(cutlass_dir, "cute/blackwell/kernel/attention/fmha/fmha.py")
     masks = module.fmha_utils.MaskEnum
@@ -182,6 +288,13 @@ VALIDATIONS: dict[str, Callable[[Path], Run]] = {
     "sm100-gemm-bf16": sm100_gemm,
     "sm100-gemm-bf16-2cta": lambda directory: sm100_gemm(directory, ctas=2),
     "sm100-gemm-fp8": lambda directory: sm100_gemm(directory, float8=True),
+    "sm100-gemm-nvfp4": lambda directory: sm100_block_scaled(directory, E2M1, E2M1, 16),
+    "sm100-gemm-nvfp4-2cta": lambda directory: sm100_block_scaled(directory, E2M1, E2M1, 16, ctas=2),
+    "sm100-gemm-mxfp8": lambda directory: sm100_block_scaled(directory, E4M3, E4M3, 32),
+    "sm100-gemm-mxfp8-2cta": lambda directory: sm100_block_scaled(directory, E4M3, E4M3, 32, ctas=2),
+    "sm100-gemm-mxfp8-mxfp4": lambda directory: sm100_block_scaled(directory, E4M3, E2M1, 32),
+    "sm100-gemm-mxfp8-mxfp4-mn": lambda directory: sm100_block_scaled(directory, E4M3, E2M1, 32, k_major=False),
+    "sm100-gemm-mxfp6-mxfp4": lambda directory: sm100_block_scaled(directory, E3M2, E2M1, 32),
     "sm100-attention-bf16": lambda directory: sm100_attention(directory, causal=False),
     "sm100-attention-bf16-causal": lambda directory: sm100_attention(directory, causal=True),
 }

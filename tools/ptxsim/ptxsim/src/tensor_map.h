@@ -10,14 +10,19 @@ struct TensorMap {
   uint64_t magic;
   uint64_t address;
   uint64_t strides[4];   // bytes, of dimensions 1 and up
-  uint32_t last[5];      // extent - 1
+  uint32_t last[5];      // extent - 1; of dimension 0 in units, as the box
   uint16_t box[5];
   uint8_t type;          // CUtensorMapDataType
   uint8_t rank;
   uint8_t swizzle;       // CUtensorMapSwizzle
   uint8_t nan_fill;
-  uint8_t element_bytes;
-  uint8_t reserved[128 - 8 - 8 - 32 - 20 - 10 - 5];
+  // A unit is an element, or of types below 8 bits as many as fill whole bytes of global memory; padding may follow it in
+  // shared memory.
+  uint8_t unit_elements;
+  uint8_t unit_bytes;
+  uint8_t shared_bytes;  // of a unit in shared memory
+  uint8_t reserved[128 - 8 - 8 - 32 - 20 - 10 - 7];
+  bool padded() const { return shared_bytes != unit_bytes; }
 };
 static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
 

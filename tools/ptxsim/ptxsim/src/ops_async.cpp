@@ -174,11 +174,11 @@ void deliver(int op, int type, uint8_t* to, const uint8_t* from, uint32_t bytes)
   }
 }
 
-// Visits the rows of the box at `coordinates`: f(global address or 0 when all of it is outside, first element inside,
-// number of elements inside, shared offset of the row).
+// Visits the rows of the box at `coordinates`: f(global address or 0 when all of it is outside, first unit inside,
+// number of units inside, shared offset of the row).
 template <class F>
 void for_each_row(const TensorMap& map, const int32_t* coordinates, F f) {
-  uint32_t inner = map.box[0] * map.element_bytes, rows = 1;
+  uint32_t inner = map.box[0] * map.shared_bytes, rows = 1;
   for (int d = 1; d < map.rank; ++d) rows *= map.box[d];
   int64_t extent = int64_t{map.last[0]} + 1;
   int64_t first = std::max<int64_t>(0, -int64_t{coordinates[0]});
@@ -193,7 +193,7 @@ void for_each_row(const TensorMap& map, const int32_t* coordinates, F f) {
       inside &= at >= 0 && at <= int64_t{map.last[d]};
       address += static_cast<uint64_t>(at) * map.strides[d - 1];
     }
-    address += static_cast<uint64_t>(int64_t{coordinates[0]} + first) * map.element_bytes;
+    address += static_cast<uint64_t>(int64_t{coordinates[0]} + first) * map.unit_bytes;
     f(inside ? address : 0, static_cast<uint32_t>(inside ? first : 0), static_cast<uint32_t>(inside ? last - first : 0), row * inner);
   }
 }
@@ -201,15 +201,16 @@ void for_each_row(const TensorMap& map, const int32_t* coordinates, F f) {
 void fill_outside(const TensorMap& map, uint8_t* row, uint32_t bytes) {
   std::memset(row, 0, bytes);
   if (!map.nan_fill) return;
-  uint64_t nan = map.element_bytes == 2 ? 0x7fffu : map.element_bytes == 4 ? 0x7fffffffu : 0x7fffffffffffffffull;
-  for (uint32_t i = 0; i < bytes; i += map.element_bytes) std::memcpy(row + i, &nan, map.element_bytes);
+  uint64_t nan = map.unit_bytes == 2 ? 0x7fffu : map.unit_bytes == 4 ? 0x7fffffffu : 0x7fffffffffffffffull;
+  for (uint32_t i = 0; i < bytes; i += map.unit_bytes) std::memcpy(row + i, &nan, map.unit_bytes);
 }
 
-uint32_t box_bytes(const TensorMap& map) {
-  uint32_t bytes = map.element_bytes;
-  for (int d = 0; d < map.rank; ++d) bytes *= map.box[d];
-  return bytes;
+uint32_t box_units(const TensorMap& map) {
+  uint32_t units = 1;
+  for (int d = 0; d < map.rank; ++d) units *= map.box[d];
+  return units;
 }
+uint32_t box_bytes(const TensorMap& map) { return box_units(map) * map.shared_bytes; }
 
 // Copies `bytes` between a plain buffer in box order and swizzled shared memory at `address`.
 template <class F>
@@ -230,7 +231,7 @@ uint32_t shared_alignment(const TensorMap& map) { return map.swizzle ? 128 : 16;
 // Kind: shape of the operands. Slots: a[0] shared address, a[1] mbarrier, a[2] map or global address, a[3] CTA mask or
 // size, a[4] CTA mask; lists: coordinates, then the three offsets.
 struct Bulk {
-  static constexpr int multicast = 1, wide_shared = 2, wide_barrier = 4, wide_source = 8, four_rows = 16;
+  static constexpr int multicast = 1, wide_shared = 2, wide_barrier = 4, wide_source = 8, four_rows = 16, pairs = 32;
 };
 
 uint64_t operand_address(Warp& w, Slot slot, bool wide, int lane, int64_t offset) {
@@ -256,14 +257,30 @@ std::vector<Cta*> destinations(Warp& w, const Instr& in, SharedPlace place, int 
   return list;
 }
 
+// Whose barrier a copy to `destination` signals: with multicast its own, or with cta_group::2 that one of its pair whose
+// rank is odd or even like that of the barrier's CTA.
+Cta* signalled(Warp& w, const Instr& in, Cta* destination, Cta* barrier) {
+  if (!(in.kind & Bulk::multicast)) return barrier;
+  if (!(in.kind & Bulk::pairs)) return destination;
+  auto& ctas = w.cta->cluster->ctas;
+  uint32_t rank = (destination->rank & ~1u) | (barrier->rank & 1);
+  if (rank >= ctas.size()) throw SimError("cta_group::2 in a cluster without the peer CTA");
+  return ctas[rank].get();
+}
+
 // Where the boxes of one copy lie, one after the other in shared memory: one box, or with gather4 and scatter4 four rows
 // of a two-dimensional tensor, whose coordinates are the column and the four row numbers.
 using Places = std::vector<std::array<int32_t, 5>>;
 
-Places places_of(Warp& w, const Instr& in, int lane) {
+Places places_of(Warp& w, const Instr& in, const TensorMap& map, int lane) {
   const int32_t* lists = w.program->lists.data() + in.list;
   std::array<int32_t, 5> at{};
   for (int d = 0; d < in.n; ++d) at[static_cast<size_t>(d)] = w.reg<int32_t>(lists[d])[lane];
+  if (map.unit_elements > 1) {
+    int32_t step = map.padded() ? 128 : map.unit_elements;
+    if (at[0] % step && w.machine->checking(kDescriptor)) throw SimError(format("descriptor: the first coordinate is %d, of the map's type it must be a multiple of %d", at[0], step));
+    at[0] /= map.unit_elements;
+  }
   if (!(in.kind & Bulk::four_rows)) return {at};
   return {{at[0], at[1]}, {at[0], at[2]}, {at[0], at[3]}, {at[0], at[4]}};
 }
@@ -281,8 +298,8 @@ void tensor_load(Warp& w, const Instr& in, uint32_t mask) {
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     w.lane = l;
-    Places places = places_of(w, in, l);
     TensorMap map = map_of(w, in, l);
+    Places places = places_of(w, in, map, l);
     uint32_t bytes = box_bytes(map) * static_cast<uint32_t>(places.size());
     SharedPlace to = shared_operand(w, operand_address(w, in.a[0], in.kind & Bulk::wide_shared, l, lists[in.n]), bytes, shared_alignment(map));
     uint64_t barrier_address = operand_address(w, in.a[1], in.kind & Bulk::wide_barrier, l, lists[in.n + 1]);
@@ -291,9 +308,11 @@ void tensor_load(Warp& w, const Instr& in, uint32_t mask) {
     std::vector<Target> targets;
     for (Cta* cta : destinations(w, in, to, l)) {
       Target t;
-      t.done = barrier_of(w, {in.kind & Bulk::multicast ? cta : barrier.cta, barrier.address});
+      t.done = barrier_of(w, {signalled(w, in, cta, barrier.cta), barrier.address});
       t.data = cta->shared->at(to.address, bytes, 16);
-      cta->shared->note_write(to.address, bytes, async_actor(w, t.done));
+      // Padding stays as if nobody had written it.
+      if (!map.padded()) cta->shared->note_write(to.address, bytes, async_actor(w, t.done));
+      else for_each_chunk(map, to.address, 0, bytes, [&](uint32_t place, uint32_t) { cta->shared->note_write(to.address + place, map.unit_bytes, async_actor(w, t.done)); });
       targets.push_back(t);
     }
     w.machine->issue(w, [&w, map, places, bytes, to, targets] {
@@ -301,15 +320,19 @@ void tensor_load(Warp& w, const Instr& in, uint32_t mask) {
       uint8_t* part = box.data();
       for (const auto& at : places) {
         for_each_row(map, at.data(), [&](uint64_t address, uint32_t first, uint32_t count, uint32_t offset) {
-          uint32_t inner = map.box[0] * map.element_bytes, size = map.element_bytes;
-          if (count < map.box[0]) fill_outside(map, part + offset, inner);
-          if (count) std::memcpy(part + offset + first * size, w.machine->global.at(address, count * size, 1), count * size);
+          uint32_t size = map.unit_bytes, step = map.shared_bytes;
+          if (count < map.box[0]) fill_outside(map, part + offset, map.box[0] * step);
+          if (!count) return;
+          const uint8_t* from = w.machine->global.at(address, count * size, 1);
+          if (size == step) std::memcpy(part + offset + first * size, from, count * size);
+          else for (uint32_t u = 0; u < count; ++u) std::memcpy(part + offset + (first + u) * step, from + u * size, size);
         });
         part += box_bytes(map);
       }
       for (const auto& t : targets) {
-        for_each_chunk(map, to.address, 0, bytes, [&](uint32_t place, uint32_t i) { std::memcpy(t.data + place, box.data() + i, 16); });
-        signal(w, t.done, bytes);
+        uint32_t moved = map.padded() ? map.unit_bytes : 16;
+        for_each_chunk(map, to.address, 0, bytes, [&](uint32_t place, uint32_t i) { std::memcpy(t.data + place, box.data() + i, moved); });
+        signal(w, t.done, bytes / map.shared_bytes * map.unit_bytes);  // padding does not count
       }
     });
   }
@@ -322,8 +345,10 @@ void tensor_store(Warp& w, const Instr& in, uint32_t mask) {
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     w.lane = l;
-    Places places = places_of(w, in, l);
     TensorMap map = map_of(w, in, l);
+    Places places = places_of(w, in, map, l);
+    if (map.padded()) throw SimError(map.unit_bytes == 8 ? "descriptor: data of type 16U4_ALIGN16B can be loaded, not stored" : "descriptor: stores of type 16U6_ALIGN16B, which pack bytes of six bits, are not modelled");
+    if (in.size && map.unit_elements > 1) throw SimError("descriptor: there is no reduction of elements below 8 bits");
     uint32_t bytes = box_bytes(map) * static_cast<uint32_t>(places.size());
     SharedPlace from = shared_operand(w, operand_address(w, in.a[0], in.kind & Bulk::wide_shared, l, lists[in.n]), bytes, shared_alignment(map));
     Completion done = group_of(w);
@@ -336,7 +361,7 @@ void tensor_store(Warp& w, const Instr& in, uint32_t mask) {
       const uint8_t* part = box.data();
       for (const auto& at : places) {
         for_each_row(map, at.data(), [&](uint64_t address, uint32_t first, uint32_t count, uint32_t offset) {
-          uint32_t size = map.element_bytes;
+          uint32_t size = map.unit_bytes;
           if (count) deliver(op, map.type, w.machine->global.at(address, count * size, 1), part + offset + first * size, count * size);
         });
         part += box_bytes(map);
@@ -441,7 +466,7 @@ void decode_bulk(Decoder& d, bool reduce) {
   d.take("shared::cta");
   d.take("shared::cluster");
   bool multicast = d.take("multicast::cluster"), hint = d.take("L2::cache_hint");
-  d.take_one({"cta_group::1", "cta_group::2"});
+  if (std::string(d.take_one({"cta_group::1", "cta_group::2"})) == "cta_group::2") d.in.kind |= Bulk::pairs;
   int op = reduce ? take_reduction(d) : none;
   if (store ? !d.take("bulk_group") : !d.take("mbarrier::complete_tx::bytes")) d.fail("unknown completion mechanism");
   if (reduce && !store) d.fail("reduction into shared memory");

@@ -118,7 +118,8 @@ struct TensorMemory;
 struct Pipeline {
   uint32_t agent = 0;  // 0: none yet
   uint32_t mark = 1;   // of operations issued now
-  std::deque<std::function<void()>> operations;
+  struct Operation { int at; std::function<void()> effect; };  // at: its instruction
+  std::deque<Operation> operations;
   bool scheduled = false;
   bool empty() const { return operations.empty() && !scheduled; }
 };
@@ -239,7 +240,8 @@ struct Machine {
 
   bool checking(Check check) const { return launch.checks & check; }
   // Schedules `effect` for a seeded later time.
-  void issue(Warp& issuer, std::function<void()> effect);
+  void issue(Warp& issuer, std::function<void()> effect) { issue(issuer, issuer.at, std::move(effect)); }
+  void issue(Warp& issuer, int at, std::function<void()> effect);  // at: the instruction, for reports
   void make_runnable(Warp* warp);
   void warp_exited(Warp& warp);
 

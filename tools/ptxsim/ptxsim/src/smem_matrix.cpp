@@ -1,5 +1,7 @@
 #include "smem_matrix.h"
 
+#include <algorithm>
+
 #include "numeric.h"
 #include "tensor_map.h"
 
@@ -56,9 +58,39 @@ uint32_t chunk_offset(const MatrixDescriptor& d, bool k_major, uint32_t row, uin
 
 }  // namespace
 
+namespace {
+
+const Format& narrow_format(Element type) { return type == Element::e2m3 ? kE2m3 : type == Element::e3m2 ? kE3m2 : kE2m1; }
+
+// Element `e`, of `bits` bits, of those that follow one another from `from` on.
+uint32_t element_at(const uint8_t* from, uint32_t e, uint32_t bits) {
+  uint32_t at = e * bits, both = from[at / 8];
+  if (at % 8 + bits > 8) both |= static_cast<uint32_t>(from[at / 8 + 1]) << 8;
+  return both >> at % 8 & ((1u << bits) - 1);
+}
+
+}  // namespace
+
+void decode_containers(Element type, const uint8_t* from, uint32_t bytes, float* to) {
+  if (!is_padded(type)) return decode_elements(type, from, bytes, to);
+  uint32_t bits = element_bits(type), shift = bits == 4 ? 2 : 0;
+  for (uint32_t i = 0; i < bytes; ++i) to[i] = decode(narrow_format(type), from[i] >> shift & ((1u << bits) - 1));
+}
+
+void unpack_containers(Element type, const uint8_t* from, uint8_t* to) {
+  uint32_t bits = element_bits(type), shift = bits == 4 ? 2 : 0;
+  for (uint32_t e = 0; e < 16; ++e) to[e] = static_cast<uint8_t>(element_at(from, e, bits) << shift);
+}
+
 void decode_elements(Element type, const uint8_t* from, uint32_t bytes, float* to) {
   static const std::array<float, 256> e4m3 = table_of(kE4m3), e5m2 = table_of(kE5m2);
-  uint32_t size = element_bytes(type);
+  if (element_bits(type) < 8) {
+    uint32_t bits = element_bits(type), n = chunk_elements(type);
+    for (; bytes >= 16; bytes -= 16, from += 16)
+      for (uint32_t e = 0; e < n; ++e) *to++ = decode(narrow_format(type), element_at(from, e, bits));
+    return;
+  }
+  uint32_t size = element_bits(type) / 8;
   for (uint32_t e = 0; e < bytes / size; ++e) {
     uint32_t bits = 0;
     std::memcpy(&bits, from + e * size, size);
@@ -67,14 +99,14 @@ void decode_elements(Element type, const uint8_t* from, uint32_t bytes, float* t
       case Element::bf16: to[e] = bf16_to_float(static_cast<uint16_t>(bits)); break;
       case Element::e4m3: to[e] = e4m3[bits]; break;
       case Element::e5m2: to[e] = e5m2[bits]; break;
-      case Element::tf32: to[e] = from_bits(bits & ~0x1fffu); break;
+      default: to[e] = from_bits(bits & ~0x1fffu); break;  // tf32
     }
   }
 }
 
 Tile::Tile(const MatrixDescriptor& d, Element e, bool major, uint32_t extent, uint32_t k) : descriptor(d), element(e), k_major(major) {
   rows = k_major ? extent : k;
-  chunks = (k_major ? k : extent) * element_bytes(e) / 16;
+  chunks = (k_major ? k : extent) / chunk_elements(e);
 }
 
 uint32_t Tile::address(uint32_t row, uint32_t chunk) const {
@@ -82,18 +114,19 @@ uint32_t Tile::address(uint32_t row, uint32_t chunk) const {
 }
 
 void note_tile(Cta& cta, const Tile& t, const Actor& actor) {
+  uint32_t bytes = chunk_bytes(t.element);
   for (uint32_t row = 0; row < t.rows; ++row)
     for (uint32_t chunk = 0; chunk < t.chunks; ++chunk) {
       uint32_t address = t.address(row, chunk);
       cta.shared->at(address, 16, 16);
-      cta.shared->note_read(address, 16, actor);
+      cta.shared->note_read(address, bytes, actor);
     }
 }
 
 void read_tile(Cta& cta, const Tile& t, float* to, uint32_t mn_stride, uint32_t k_stride, bool negate) {
   uint32_t row_stride = t.k_major ? mn_stride : k_stride, column_stride = t.k_major ? k_stride : mn_stride;
-  uint32_t n = 16 / element_bytes(t.element);
-  float values[16];
+  uint32_t n = chunk_elements(t.element);
+  float values[32];
   for (uint32_t row = 0; row < t.rows; ++row)
     for (uint32_t chunk = 0; chunk < t.chunks; ++chunk) {
       decode_elements(t.element, cta.shared->at(t.address(row, chunk), 16, 16), 16, values);
@@ -110,6 +143,23 @@ void multiply(float* d, const float* a, const float* b, uint32_t m, uint32_t n, 
       for (uint32_t j = 0; j < n; ++j) row[j] += x * y[j];
     }
   }
+}
+
+void multiply_scaled(float* d, const float* a, const float* b, const float* scale_a, const float* scale_b, uint32_t m, uint32_t n, uint32_t k, uint32_t blocks) {
+  uint32_t length = k / blocks;
+  std::vector<float> sum(n);
+  for (uint32_t i = 0; i < m; ++i)
+    for (uint32_t block = 0; block < blocks; ++block) {
+      std::fill(sum.begin(), sum.end(), 0.0f);
+      for (uint32_t kk = block * length; kk < (block + 1) * length; ++kk) {
+        float x = a[i * k + kk];
+        const float* y = b + kk * n;
+        for (uint32_t j = 0; j < n; ++j) sum[j] += x * y[j];
+      }
+      // Two powers of two may be out of float32's range where their product with the sum is not.
+      double scale = scale_a[i * blocks + block];
+      for (uint32_t j = 0; j < n; ++j) d[i * n + j] += static_cast<float>(sum[j] * (scale * scale_b[j * blocks + block]));
+    }
 }
 
 }  // namespace ptxsim

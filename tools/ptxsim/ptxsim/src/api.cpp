@@ -1,4 +1,4 @@
-// The C interface that tools/ptxsim/__init__.py binds with ctypes. Every function returns 0, or 1 after it has put a
+// The C interface that __init__.py binds with ctypes. Every function returns 0, or 1 after it has put a
 // message into `error` (of `error_bytes`).
 #include <cstdio>
 #include <mutex>

@@ -2,8 +2,11 @@
 
 namespace ptxsim {
 namespace {
-// By CUtensorMapDataType; 0: not supported here.
-constexpr int kElementBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4, 0, 0, 0};
+struct Unit { uint8_t elements, bytes, shared_bytes; };
+// By CUtensorMapDataType. The last three are 16U4_ALIGN8B, 16U4_ALIGN16B and 16U6_ALIGN16B.
+constexpr Unit kUnits[] = {{1, 1, 1}, {1, 2, 2}, {1, 4, 4}, {1, 4, 4}, {1, 8, 8}, {1, 8, 8}, {1, 2, 2}, {1, 4, 4}, {1, 8, 8},
+                           {1, 2, 2}, {1, 4, 4}, {1, 4, 4}, {1, 4, 4}, {2, 1, 1}, {16, 8, 16}, {16, 12, 16}};
+constexpr int kNoSwizzle = 0, kSwizzle128 = 3;
 constexpr uint32_t kSpan[] = {0, 32, 64, 128};
 
 void require(bool holds, const std::string& rule) {
@@ -13,9 +16,12 @@ void require(bool holds, const std::string& rule) {
 
 TensorMap encode_tiled(int type, int rank, uint64_t address, const uint64_t* extents, const uint64_t* strides,
                        const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int oob_fill) {
-  require(type >= 0 && type < 16 && kElementBytes[type], format("data type %d is not supported", type));
+  require(type >= 0 && type < 16, format("data type %d is not supported", type));
   require(rank >= 1 && rank <= 5, format("rank %d; 1 to 5 are possible", rank));
-  require(address % 16 == 0, "the global address must be a multiple of 16");
+  const Unit& unit = kUnits[type];
+  bool padded = unit.bytes != unit.shared_bytes;
+  uint32_t align = padded ? 32 : 16;
+  require(address % align == 0, format("the global address must be a multiple of %u", align));
   require(interleave == 0, "interleaved layouts are not supported");
   require(swizzle >= 0 && swizzle <= 3, format("swizzle mode %d is not supported", swizzle));
   TensorMap map{};
@@ -25,7 +31,9 @@ TensorMap encode_tiled(int type, int rank, uint64_t address, const uint64_t* ext
   map.rank = static_cast<uint8_t>(rank);
   map.swizzle = static_cast<uint8_t>(swizzle);
   map.nan_fill = oob_fill != 0;
-  map.element_bytes = static_cast<uint8_t>(kElementBytes[type]);
+  map.unit_elements = unit.elements;
+  map.unit_bytes = unit.bytes;
+  map.shared_bytes = unit.shared_bytes;
   require(!map.nan_fill || (type >= 6 && type <= 12), "NaN fill needs a floating-point type");
   for (int d = 0; d < rank; ++d) {
     require(extents[d] >= 1 && extents[d] <= 1ull << 32, format("extent of dimension %d is %llu", d, static_cast<unsigned long long>(extents[d])));
@@ -34,10 +42,18 @@ TensorMap encode_tiled(int type, int rank, uint64_t address, const uint64_t* ext
     map.last[d] = static_cast<uint32_t>(extents[d] - 1);
     map.box[d] = static_cast<uint16_t>(box[d]);
     if (d == 0) continue;
-    require(strides[d - 1] % 16 == 0 && strides[d - 1] < 1ull << 40, format("stride of dimension %d is %llu bytes: it must be a multiple of 16 below 2^40", d, static_cast<unsigned long long>(strides[d - 1])));
+    require(strides[d - 1] % align == 0 && strides[d - 1] < 1ull << 40, format("stride of dimension %d is %llu bytes: it must be a multiple of %u below 2^40", d, static_cast<unsigned long long>(strides[d - 1]), align));
     map.strides[d - 1] = strides[d - 1];
   }
-  uint32_t inner = box[0] * map.element_bytes;
+  if (padded) {
+    require(extents[0] % 128 == 0, format("extent of dimension 0 is %llu: it must be a multiple of 128 for padded types", static_cast<unsigned long long>(extents[0])));
+    require(box[0] == 128, format("the box is %u elements wide: it must be 128 for padded types", box[0]));
+    require(swizzle == kNoSwizzle || swizzle == kSwizzle128, "padded types need the swizzle mode of 128 bytes, or none");
+  }
+  require(extents[0] % unit.elements == 0, format("extent of dimension 0 is %llu: it must be a multiple of %u", static_cast<unsigned long long>(extents[0]), unit.elements));
+  map.last[0] = static_cast<uint32_t>(extents[0] / unit.elements - 1);
+  map.box[0] = static_cast<uint16_t>(box[0] / unit.elements);
+  uint32_t inner = box[0] * unit.shared_bytes / unit.elements;
   require(inner % 16 == 0, format("the box is %u bytes wide: it must be a multiple of 16", inner));
   if (swizzle) require(inner <= kSpan[swizzle], format("the box is %u bytes wide, the swizzle spans %u", inner, kSpan[swizzle]));
   if (swizzle) require(inner == kSpan[swizzle], format("a box of %u bytes narrower than the swizzle's %u is not supported", inner, kSpan[swizzle]));

@@ -19,10 +19,28 @@ MatrixDescriptor decode_wgmma_descriptor(uint64_t bits, bool checked);
 // The tcgen05 (sm_100) encoding.
 MatrixDescriptor decode_tcgen05_descriptor(uint64_t bits, bool checked);
 
-enum class Element { f16, bf16, e4m3, e5m2, tf32 };
-inline uint32_t element_bytes(Element e) { return e == Element::tf32 ? 4 : e == Element::f16 || e == Element::bf16 ? 2 : 1; }
-// The elements in `bytes` of memory, as float32.
+// Types below 8 bits come in two forms: packed (e2m1_packed), or sixteen elements in the first bytes of a chunk of
+// sixteen bytes, which padding fills up.
+enum class Element { f16, bf16, e4m3, e5m2, tf32, e2m1, e2m3, e3m2, e2m1_packed };
+inline uint32_t element_bits(Element e) {
+  switch (e) {
+    case Element::tf32: return 32;
+    case Element::f16: case Element::bf16: return 16;
+    case Element::e2m3: case Element::e3m2: return 6;
+    case Element::e2m1: case Element::e2m1_packed: return 4;
+    default: return 8;
+  }
+}
+inline bool is_padded(Element e) { return e == Element::e2m1 || e == Element::e2m3 || e == Element::e3m2; }
+// What a chunk of 16 bytes holds.
+inline uint32_t chunk_elements(Element e) { return is_padded(e) ? 16 : 128 / element_bits(e); }
+inline uint32_t chunk_bytes(Element e) { return chunk_elements(e) * element_bits(e) / 8; }  // without the padding
+// `bytes` of memory, whole chunks of a padded type, as float32.
 void decode_elements(Element type, const uint8_t* from, uint32_t bytes, float* to);
+// The same where each element has a byte of its own, as in tensor memory: four bits lie in its middle, six at its low end.
+void decode_containers(Element type, const uint8_t* from, uint32_t bytes, float* to);
+// Makes such bytes from the elements of a chunk of a padded type.
+void unpack_containers(Element type, const uint8_t* from, uint8_t* to);
 
 // An operand in shared memory. Rows are M or N, and chunks of 16 bytes lie along K, for a K-major matrix; for an
 // MN-major one rows are K and chunks lie along M or N.
@@ -42,5 +60,7 @@ void note_tile(Cta& cta, const Tile& tile, const Actor& actor);
 void read_tile(Cta& cta, const Tile& tile, float* to, uint32_t mn_stride, uint32_t k_stride, bool negate);
 // d[m][n] += a[m][k] * b[k][n]
 void multiply(float* d, const float* a, const float* b, uint32_t m, uint32_t n, uint32_t k);
+// The same with scale factors: k falls into `blocks` blocks, whose sums are scaled with scale_a[m][block] * scale_b[n][block].
+void multiply_scaled(float* d, const float* a, const float* b, const float* scale_a, const float* scale_b, uint32_t m, uint32_t n, uint32_t k, uint32_t blocks);
 
 }  // namespace ptxsim

@@ -10,7 +10,7 @@ uint8_t* local_place(Warp& w, int lane, uint64_t address, uint32_t n, uint32_t a
   if ((address & (align - 1)) && w.machine->checking(kAlignment))
     throw SimError(format("alignment: local address 0x%llx is not a multiple of %u", static_cast<unsigned long long>(address), align));
   if (address + n > w.program->local_bytes)
-    throw SimError(format("local_bounds: %u bytes at local address 0x%llx of %u", n, static_cast<unsigned long long>(address), w.program->local_bytes));
+    throw SimError(format("%s%u bytes at local address 0x%llx of %u", bounds_prefix(w.machine->launch.checks, kLocalBounds), n, static_cast<unsigned long long>(address), w.program->local_bytes));
   return w.local.data() + static_cast<size_t>(lane) * w.program->local_bytes + address;
 }
 

@@ -105,7 +105,7 @@ void schedule(Warpgroup& g) {
   if (g.scheduled || g.operations.empty() || g.operations.front().arrived < 4) return;
   g.scheduled = true;
   Warpgroup* group = &g;
-  g.warps[0]->machine->issue(*g.warps[0], [group] {
+  g.warps[0]->machine->issue(*g.warps[0], g.operations.front().at, [group] {
     WgmmaOperation op = group->operations.front();
     group->operations.pop_front();
     ++group->finished;
@@ -140,7 +140,7 @@ void mma_async(Warp& w, const Instr& in, uint32_t) {
   uint64_t a = in.kind & Kind::a_registers ? 0 : w.reg<uint64_t>(in.a[0])[0], b = w.reg<uint64_t>(in.a[1])[0];
   bool accumulate = w.pred(in.a[2]) & 1;
   w.wgmma.agent = g.agent;
-  if (number - g.finished == g.operations.size()) g.operations.push_back({&in, a, b, accumulate, 0, w.wgmma.mark});
+  if (number - g.finished == g.operations.size()) g.operations.push_back({&in, a, b, accumulate, w.at, 0, w.wgmma.mark});
   WgmmaOperation& op = g.operations[number - g.finished];
   if (op.in != &in || op.a != a || op.b != b || op.accumulate != accumulate || op.mark != w.wgmma.mark)
     throw SimError("convergence: the warps of a warpgroup issue different wgmma operations");

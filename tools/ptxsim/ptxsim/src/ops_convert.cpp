@@ -173,17 +173,18 @@ const Packed* find_packed(const std::string& name) {
   return nullptr;
 }
 
-// Power-of-two scale, rounded towards zero or up.
-uint32_t encode_ue8m0(float v, Round round) {
+// Power-of-two scale, 2^-127 to 2^127, rounded towards zero or up.
+uint32_t encode_ue8m0(float v, Round round, bool saturate) {
   uint32_t b = to_bits(v) & 0x7fffffffu;
   if (b > 0x7f800000u) return 0xff;
+  if (b <= 0x400000u) return 0;  // 2^-127, which float32 holds as a subnormal
   uint32_t e = (b >> 23) + (round == Round::up && (b & 0x7fffffu) ? 1 : 0);
-  return e > 0xfe ? 0xfe : e;
+  return e <= 0xfe ? e : saturate ? 0xfe : 0xff;
 }
 
 uint32_t encode_packed(const Packed& p, float v, Round round, bool saturate, bool relu) {
   if (relu && v < 0) v = 0;
-  return p.format ? encode(*p.format, v, round, saturate) : encode_ue8m0(v, round);
+  return p.format ? encode(*p.format, v, round, saturate) : encode_ue8m0(v, round, saturate);
 }
 float decode_packed(const Packed& p, uint32_t bits) { return p.format ? decode(*p.format, bits) : ue8m0_to_float(static_cast<uint8_t>(bits)); }
 

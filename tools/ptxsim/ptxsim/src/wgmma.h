@@ -12,6 +12,7 @@ struct WgmmaOperation {
   const Instr* in;
   uint64_t a, b;           // descriptors
   bool accumulate;
+  int at;                  // the instruction, for reports
   int arrived = 0;
   uint32_t mark;
 };

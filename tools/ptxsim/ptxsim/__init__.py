@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,10 +89,15 @@ def _dim3(value: int | Sequence[int]) -> tuple[int, int, int]:
     return (*dims, *(1,) * (3 - len(dims)))
 
 
-def _address(array: Any) -> tuple[int, int]:
-    """Host address and size in bytes of an array: its whole span, whatever its strides."""
+def _buffer(number: int, array: Any) -> _Buffer:
     if isinstance(array, tuple):
-        return array
+        address, size, name = array
+        return _Buffer(address, size, name.encode())
+    return _Buffer(*_span(array), f"buffer {number}".encode())
+
+
+def _span(array: Any) -> tuple[int, int]:
+    """Host address and size in bytes of an array: its whole span, whatever its strides."""
     if not isinstance(array, np.ndarray):
         if hasattr(array, "untyped_storage"):  # a torch tensor of any dtype
             storage = array.untyped_storage()
@@ -134,6 +140,7 @@ class Module:
         self._handle = ctypes.c_void_p()
         self._lines = text.count("\n") + 2
         _call(_engine.ptxsim_load, text.encode(), ctypes.byref(self._handle))
+        weakref.finalize(self, _engine.ptxsim_unload, self._handle)
         description = ctypes.create_string_buffer(1 << 20)
         _call(_engine.ptxsim_describe, self._handle, description, ctypes.c_size_t(len(description)))
         self.kernels: dict[str, list[tuple[int, int]]] = {}
@@ -144,10 +151,6 @@ class Module:
                 layout = self.kernels[second] = []
             else:
                 layout.append((int(first), int(second)))
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            _engine.ptxsim_unload(self._handle)
 
     def launch(
         self,
@@ -171,7 +174,7 @@ class Module:
         smem: bytes of dynamic shared memory.
         params: the parameter bytes, or one value a parameter: arrays (their address), None (a null pointer), NumPy
             scalars, int, float, or bytes (a tensor map).
-        memory: every array that the kernel may touch, or (address, bytes) pairs; accesses outside are errors.
+        memory: every array that the kernel may touch, or (address, bytes, name); accesses outside are errors.
         seed: chooses the interleaving of warps and the moments at which asynchronous operations take effect.
         checks: names of the checks to make (default: all, see CHECKS); off: names to leave out.
         resident: how many CTAs run at the same time. max_steps: stop after so many warp instructions; 0: never.
@@ -190,10 +193,7 @@ class Module:
         if unknown := (names | set(off)) - set(CHECKS):
             raise ValueError(f"no checks named {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
         arrays = list(memory)
-        buffers = (_Buffer * len(arrays))()
-        for i, array in enumerate(arrays):
-            address, size = _address(array)
-            buffers[i] = _Buffer(address, size, f"buffer {i}".encode())
+        buffers = (_Buffer * len(arrays))(*(_buffer(i, array) for i, array in enumerate(arrays)))
         arguments = _Arguments(
             grid=_dim3(grid),
             block=_dim3(block),

@@ -269,7 +269,7 @@ namespace {
 bool later(const AsyncOperation& a, const AsyncOperation& b) { return a.due != b.due ? a.due > b.due : a.number > b.number; }
 }  // namespace
 
-void Machine::issue(Warp& issuer, std::function<void()> effect) {
+void Machine::issue(Warp& issuer, int at, std::function<void()> effect) {
   // Three temperaments, so that a sweep over seeds meets them all: mixed, at once, and as late as the program allows.
   uint32_t temperament = static_cast<uint32_t>(launch.seed % 3);
   uint64_t due = steps;
@@ -277,7 +277,7 @@ void Machine::issue(Warp& issuer, std::function<void()> effect) {
   if (pick == 1) due += rng.below(64);
   if (pick == 2) due += rng.below(4096);
   if (pick == 3) due = UINT64_MAX - (temperament == 2 ? rng.below(256) : 0);
-  async_.push_back({due, issued_++, std::move(effect), &issuer, issuer.at});
+  async_.push_back({due, issued_++, std::move(effect), &issuer, at});
   std::push_heap(async_.begin(), async_.end(), later);
 }
 

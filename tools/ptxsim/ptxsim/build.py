@@ -1,4 +1,4 @@
-"""Compiles the engine: ``python tools/ptxsim/build.py``. Importing ptxsim does it too when a source is newer."""
+"""Compiles the engine. Importing ptxsim from a checkout does it when a source is newer; a wheel carries it compiled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import fcntl
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +29,8 @@ def is_current() -> bool:
 
 def build(jobs: int = os.cpu_count() or 1) -> Path:
     """Compile the engine if it is out of date, and return its path. Safe to call from several processes."""
+    if is_current():
+        return LIBRARY
     with open(HERE / ".build.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_current():
@@ -49,8 +50,3 @@ def build(jobs: int = os.cpu_count() or 1) -> Path:
             subprocess.run([compiler, "-shared", *objects, "-o", linked], check=True)
             os.replace(linked, LIBRARY)
     return LIBRARY
-
-
-if __name__ == "__main__":
-    print(build())
-    sys.exit(0)

@@ -7,7 +7,7 @@ namespace ptxsim {
 const char* const kCheckNames[] = {"global_bounds", "shared_bounds", "local_bounds", "alignment",  "uninitialized",
                                    "race",          "async_early",   "proxy_fence",  "mbarrier",   "deadlock",
                                    "descriptor",    "shared_limit",  "in_flight_registers", "convergence", "barrier",
-                                   "tensor_bounds", "tensor_leak", nullptr};
+                                   "tensor_bounds", "tensor_leak", "scale_factors", nullptr};
 
 namespace {
 void join_into(std::vector<uint32_t>& to, const std::vector<uint32_t>& from) {
@@ -28,6 +28,11 @@ void Clock::join(const Clock& other) {
 void Clock::see(uint32_t agent, uint32_t clock, bool async_proxy) {
   raise_to(seen, agent, clock);
   if (async_proxy) raise_to(fenced, agent, clock);
+}
+
+const char* bounds_prefix(uint32_t checks, Check bounds) {
+  if (!(checks & bounds)) return "can not carry on: ";
+  return bounds == kLocalBounds ? "local_bounds: " : bounds == kSharedBounds ? "shared_bounds: " : "tensor_bounds: ";
 }
 
 uint32_t Agents::add(const std::string& name, bool asynchronous) {
@@ -57,8 +62,7 @@ void TrackedMemory::reject(uint32_t address, uint32_t n, uint32_t align) {
     if (checks_ & kAlignment) throw SimError(format("alignment: %s address 0x%x is not a multiple of %u", kind_, address, align));
     if (contains(address, n)) return;
   }
-  const char* prefix = checks_ & bounds_ ? (bounds_ == kSharedBounds ? "shared_bounds: " : "tensor_bounds: ") : "can not carry on: ";
-  throw SimError(format("%s%u bytes at %s address 0x%x, outside the CTA's [0x%x, 0x%x)", prefix, n, kind_, address, first_, end_));
+  throw SimError(format("%s%u bytes at %s address 0x%x, outside the CTA's [0x%x, 0x%x)", bounds_prefix(checks_, bounds_), n, kind_, address, first_, end_));
 }
 
 void TrackedMemory::guard(uint32_t address, uint32_t n, bool on) {
@@ -197,8 +201,8 @@ uint8_t* GlobalMemory::find(uint64_t address, uint32_t n) {
     throw SimError(format("global_bounds: %u bytes at global address 0x%llx, outside every buffer (%s)", n,
                           static_cast<unsigned long long>(address), near.c_str()));
   }
-  std::memset(scratch_, 0, sizeof scratch_);
-  return scratch_;
+  scratch_.assign(n, 0);
+  return scratch_.data();
 }
 
 }  // namespace ptxsim

@@ -4,6 +4,8 @@
 // issued; so do a warp's tcgen05.ld and .st. tcgen05.fence orders nothing here that barriers and mbarriers do not.
 #include "tcgen05.h"
 
+#include <algorithm>
+
 #include "numeric.h"
 #include "smem_matrix.h"
 #include "sync.h"
@@ -22,7 +24,8 @@ TrackedMemory& tensor_memory(Cta& cta) {
 // Linear address of a lane's columns, all of them allocated.
 uint32_t tensor_place(Cta& cta, uint32_t lane, uint32_t column, uint32_t columns) {
   const Machine& machine = *cta.cluster->machine;
-  if (lane >= kTensorLanes || column + columns > kTensorColumns) throw SimError(format("tensor_bounds: lane %u, columns %u to %u", lane, column, column + columns - 1));
+  if (lane >= kTensorLanes || column + columns > kTensorColumns)
+    throw SimError(format("%slane %u, columns %u to %u", bounds_prefix(machine.launch.checks, kTensorBounds), lane, column, column + columns - 1));
   if (machine.checking(kTensorBounds))
     for (uint32_t unit = column / kAllocationColumns; unit <= (column + columns - 1) / kAllocationColumns; ++unit)
       if (!cta.tensor->allocated[unit]) throw SimError(format("tensor_bounds: columns %u to %u at lane %u are not all allocated", column, column + columns - 1, lane));
@@ -37,18 +40,18 @@ uint32_t* tensor_words(Cta& cta, uint32_t lane, uint32_t column, uint32_t column
 void schedule(Warp& w, Pipeline& p) {
   if (p.scheduled || p.operations.empty()) return;
   p.scheduled = true;
-  w.machine->issue(w, [&w, &p] {
-    auto operation = std::move(p.operations.front());
+  w.machine->issue(w, p.operations.front().at, [&w, &p] {
+    auto effect = std::move(p.operations.front().effect);
     p.operations.pop_front();
-    operation();
+    effect();
     p.scheduled = false;
     w.wake_from_tensor_wait();
     schedule(w, p);
   });
 }
 
-void push(Warp& w, Pipeline& p, std::function<void()> operation) {
-  p.operations.push_back(std::move(operation));
+void push(Warp& w, Pipeline& p, std::function<void()> effect) {
+  p.operations.push_back({w.at, std::move(effect)});
   ++w.machine->progress;
   schedule(w, p);
 }
@@ -228,51 +231,106 @@ void tensor_wait(Warp& w, const Instr& in, uint32_t) {
 }
 
 // ---- mma ----
-// The instruction descriptor of kinds f16, tf32 and f8f6f4.
+// What an instruction descriptor says. The block-scaled kinds come last.
+enum MmaKind { kind_f16, kind_tf32, kind_f8f6f4, kind_mxf8f6f4, kind_mxf4, kind_mxf4nvf4 };
+
 struct MmaShape {
   uint32_t m, n, k;
   Element a, b;
-  bool half_d, negate_a, negate_b, a_mn, b_mn;
+  bool half_d = false, negate_a, negate_b, a_mn, b_mn;
+  uint32_t blocks = 0;  // of k, each with its scale factors; 0: not scaled
+  bool ue8m0 = false;
+  uint32_t sfa_id = 0, sfb_id = 0;
 };
 
-enum MmaKind { kind_f16, kind_tf32, kind_f8f6f4 };
+struct DescriptorBits {
+  uint32_t bits;
+  uint32_t field(uint32_t first, uint32_t count) const { return bits >> first & ((1u << count) - 1); }
+  void require(bool holds, const std::string& what) const {
+    if (!holds) throw SimError(format("descriptor: instruction descriptor 0x%08x: %s", bits, what.c_str()));
+  }
+  Element narrow(uint32_t first) const {
+    static const Element types[] = {Element::e4m3, Element::e5m2, Element::tf32, Element::e2m3, Element::e3m2, Element::e2m1};
+    uint32_t code = field(first, 3);
+    require(code <= 5 && code != 2, "element type");
+    return types[code];
+  }
+  // Fields that lie alike in all kinds.
+  MmaShape common() const {
+    require(!field(2, 1), "sparse operands are not modelled");
+    MmaShape s;
+    s.negate_a = field(13, 1);
+    s.negate_b = field(14, 1);
+    s.a_mn = field(15, 1);
+    s.b_mn = field(16, 1);
+    s.n = field(17, 6) * 8;
+    return s;
+  }
+  void require_n(const MmaShape& s, uint32_t step, bool two_ctas) const {
+    // A chunk of an N-major B holds sixteen elements, padded ones too.
+    if (s.b_mn && chunk_elements(s.b) == 16) step = std::max(step, two_ctas ? 32u : 16u);
+    require(s.n >= step && s.n <= 256 && s.n % step == 0, "N");
+  }
+};
 
+// Kinds f16, tf32 and f8f6f4.
 MmaShape decode_shape(uint32_t bits, int kind, bool two_ctas) {
-  auto require = [&](bool holds, const char* what) {
-    if (!holds) throw SimError(format("descriptor: instruction descriptor 0x%08x: %s", bits, what));
+  DescriptorBits d{bits};
+  d.require((bits & (1u << 6 | 1u << 23 | 1u << 29)) == 0, "reserved bits are set");
+  d.require((bits & 11) == 0, "the selector of sparse operands or the saturation of integers is set");
+  MmaShape s = d.common();
+  auto element = [&](uint32_t first) {
+    if (kind == kind_f8f6f4) return d.narrow(first);
+    uint32_t code = d.field(first, 3);
+    d.require(kind == kind_tf32 ? code == 2 : code <= 1, "element type");
+    return kind == kind_tf32 ? Element::tf32 : code ? Element::bf16 : Element::f16;
   };
-  require((bits & (1u << 6 | 1u << 23 | 1u << 29)) == 0, "reserved bits are set");
-  require((bits & 7) == 0, "sparse operands are not modelled");
-  uint32_t d = bits >> 4 & 3, a = bits >> 7 & 7, b = bits >> 10 & 7;
-  auto element = [&](uint32_t code) {
-    if (kind == kind_tf32) { require(code == 2, "element type"); return Element::tf32; }
-    if (kind == kind_f16) { require(code <= 1, "element type"); return code ? Element::bf16 : Element::f16; }
-    require(code <= 1, "element types below 8 bits are not modelled");
-    return code ? Element::e5m2 : Element::e4m3;
-  };
-  MmaShape s;
-  s.a = element(a);
-  s.b = element(b);
-  require(kind != kind_f16 || s.a == s.b, "A and B of different types");
-  require(d == 1 || (d == 0 && kind != kind_tf32 && s.a != Element::bf16), "accumulator type");
-  s.half_d = d == 0;
-  s.negate_a = bits >> 13 & 1;
-  s.negate_b = bits >> 14 & 1;
-  s.a_mn = bits >> 15 & 1;
-  s.b_mn = bits >> 16 & 1;
-  s.n = (bits >> 17 & 63) * 8;
-  s.m = (bits >> 24 & 31) * 16;
-  s.k = 32 / element_bytes(s.a);
-  require(two_ctas ? s.m == 128 || s.m == 256 : s.m == 64 || s.m == 128, "M");
-  uint32_t step = two_ctas ? 32 : s.m == 64 ? 8 : 16;
-  require(s.n >= step && s.n <= 256 && s.n % step == 0, "N");
+  s.a = element(7);
+  s.b = element(10);
+  d.require(kind != kind_f16 || s.a == s.b, "A and B of different types");
+  uint32_t to = d.field(4, 2);
+  d.require(to == 1 || (to == 0 && kind != kind_tf32 && s.a != Element::bf16), "accumulator type");
+  s.half_d = to == 0;
+  s.m = d.field(24, 5) * 16;
+  s.k = kind == kind_tf32 ? 8 : kind == kind_f16 ? 16 : 32;
+  d.require(two_ctas ? s.m == 128 || s.m == 256 : s.m == 64 || s.m == 128, "M");
+  d.require_n(s, two_ctas ? 32 : s.m == 64 ? 8 : 16, two_ctas);
+  return s;
+}
+
+// Kinds mxf8f6f4, mxf4 and mxf4nvf4.
+MmaShape decode_scaled_shape(uint32_t bits, int kind, uint32_t blocks, bool two_ctas) {
+  DescriptorBits d{bits};
+  bool fp4 = kind != kind_mxf8f6f4;
+  d.require((bits & (3u | 1u << 3 | 1u << 6 | 7u << 24 | (fp4 ? 1u << 12 : 1u << 31))) == 0, "reserved bits are set");
+  d.require(!d.field(31, 1), "K of 96, which only sm_103a has");
+  MmaShape s = d.common();
+  if (fp4) {
+    d.require(d.field(7, 3) == 1 && d.field(10, 2) == 1, "element type");
+    d.require(!s.a_mn && !s.b_mn, "operands of four bits cannot be transposed");
+    s.a = s.b = Element::e2m1_packed;
+  } else {
+    s.a = d.narrow(7);
+    s.b = d.narrow(10);
+  }
+  s.k = fp4 ? 64 : 32;
+  s.blocks = blocks;
+  s.ue8m0 = d.field(23, 1);
+  d.require(s.ue8m0 || blocks == 4, "scale factor type");
+  s.sfb_id = d.field(4, 2);
+  s.sfa_id = d.field(29, 2);
+  d.require(s.sfa_id % blocks == 0 && s.sfb_id % blocks == 0, format("scale factor ids %u and %u: they must be multiples of %u", s.sfa_id, s.sfb_id, blocks));
+  s.m = d.field(27, 2) * 128;
+  d.require(!(two_ctas && s.m == 128), "M of 128 over two CTAs is not modelled: where scale factors of B lie then is not documented");
+  d.require(s.m == (two_ctas ? 256 : 128), "M");
+  d.require_n(s, two_ctas ? 16 : 8, two_ctas);
   return s;
 }
 
 struct MmaOperation {
   MmaShape shape;
   bool two_ctas, a_in_tensor, accumulate;
-  uint32_t d, a_tensor;
+  uint32_t d, a_tensor, sfa, sfb;
   uint64_t a, b;  // descriptors
   float scale_d;
   std::array<uint32_t, 8> disabled;
@@ -293,14 +351,42 @@ struct MmaOperation {
     }
   }
   uint32_t a_lane(uint32_t row) const { return rows() == 128 || two_ctas ? row : row / 16 * 32 + row % 16; }
-  uint32_t words_of_a() const { return shape.k * element_bytes(shape.a) / 4; }
+  uint32_t words_of_a() const { return shape.k * (shape.a == Element::e2m1_packed ? 4 : std::max(8u, element_bits(shape.a))) / 32; }
   Tile tile_a(bool checked) const { return Tile(decode_tcgen05_descriptor(a, checked), shape.a, !shape.a_mn, rows(), shape.k); }
   Tile tile_b(bool checked) const { return Tile(decode_tcgen05_descriptor(b, checked), shape.b, !shape.b_mn, columns(), shape.k); }
 };
 
+// Scale factors of A: a row's lie in lane row % 32 of column row / 32, and so in each quarter of the lanes. Those of B
+// do the same with n, all of them in each CTA. The id is the first byte of the column's four that holds one.
+// Visits f(row or n, address of its bytes in a quarter).
+template <class F>
+void for_each_scale(Cta& cta, uint32_t address, uint32_t id, uint32_t count, uint32_t quarter, F f) {
+  for (uint32_t i = 0; i < count; ++i)
+    f(i, tensor_place(cta, (address >> 16) + quarter * 32 + i % 32, (address & 0xffff) + i / 32, 1) + id);
+}
+
+void note_scales(Cta& cta, uint32_t address, uint32_t id, uint32_t blocks, uint32_t count, const Actor& actor) {
+  TrackedMemory& tensor = tensor_memory(cta);
+  for (uint32_t quarter = 0; quarter < 4; ++quarter)
+    for_each_scale(cta, address, id, count, quarter, [&](uint32_t, uint32_t place) { tensor.note_read(place, blocks, actor); });
+}
+
+void read_scales(Cta& cta, uint32_t address, uint32_t id, const MmaShape& s, uint32_t count, std::vector<float>* to) {
+  TrackedMemory& tensor = tensor_memory(cta);
+  to->resize(count * s.blocks);
+  for_each_scale(cta, address, id, count, 0, [&](uint32_t i, uint32_t place) {
+    const uint8_t* bytes = tensor.at(place, s.blocks, 1);
+    for (uint32_t b = 0; b < s.blocks; ++b) (*to)[i * s.blocks + b] = s.ue8m0 ? ue8m0_to_float(bytes[b]) : decode(kE4m3, bytes[b] & 0x7f);
+    if (!cta.cluster->machine->checking(kScaleFactors)) return;
+    for (uint32_t quarter = 1; quarter < 4; ++quarter)
+      if (std::memcmp(bytes, bytes + quarter * 32 * kLaneBytes, s.blocks))
+        throw SimError(format("scale_factors: those at lane %u, column %u differ from their copy at lane %u", (address >> 16) + i % 32, (address & 0xffff) + i / 32, (address >> 16) + i % 32 + quarter * 32));
+  });
+}
+
 void perform(const MmaOperation& op, bool checked) {
   const MmaShape& s = op.shape;
-  static thread_local std::vector<float> a, b, d;
+  static thread_local std::vector<float> a, b, d, scale_a, scale_b;
   b.resize(s.k * s.n);
   for (size_t i = 0; i < op.ctas.size(); ++i) read_tile(*op.ctas[i], op.tile_b(checked), b.data() + i * op.columns(), 1, s.n, s.negate_b);
   for (size_t i = 0; i < op.ctas.size(); ++i) {
@@ -309,7 +395,7 @@ void perform(const MmaOperation& op, bool checked) {
     if (op.a_in_tensor) {
       for (uint32_t row = 0; row < op.rows(); ++row) {
         const uint32_t* words = tensor_words(cta, (op.a_tensor >> 16) + op.a_lane(row), op.a_tensor & 0xffff, op.words_of_a());
-        decode_elements(s.a, reinterpret_cast<const uint8_t*>(words), op.words_of_a() * 4, a.data() + row * s.k);
+        decode_containers(s.a, reinterpret_cast<const uint8_t*>(words), op.words_of_a() * 4, a.data() + row * s.k);
       }
       if (s.negate_a) for (float& v : a) v = -v;
     } else {
@@ -327,7 +413,13 @@ void perform(const MmaOperation& op, bool checked) {
           uint32_t bits = *word(row, n);
           d[row * s.n + n] = (s.half_d ? f16_to_float(static_cast<uint16_t>(bits)) : from_bits(bits)) * op.scale_d;
         }
-    multiply(d.data(), a.data(), b.data(), op.rows(), s.n, s.k);
+    if (s.blocks) {
+      read_scales(cta, op.sfa, s.sfa_id, s, op.rows(), &scale_a);
+      read_scales(cta, op.sfb, s.sfb_id, s, s.n, &scale_b);
+      multiply_scaled(d.data(), a.data(), b.data(), scale_a.data(), scale_b.data(), op.rows(), s.n, s.k, s.blocks);
+    } else {
+      multiply(d.data(), a.data(), b.data(), op.rows(), s.n, s.k);
+    }
     for (uint32_t row = 0; row < op.rows(); ++row)
       for (uint32_t n = 0; n < s.n; ++n) {
         uint32_t lane, column;
@@ -350,18 +442,20 @@ std::vector<Cta*> group_of(Warp& w, bool two) {
 
 // Instr::kind of mma
 struct Kind {
-  static constexpr int two_ctas = 4, a_in_tensor = 8;
-  static int mma(int kind) { return kind & 3; }
+  static constexpr int two_ctas = 8, a_in_tensor = 16, blocks = 5;  // from bit 5 on: the blocks of k
+  static int mma(int kind) { return kind & 7; }
 };
 
-// a[0] D, a[1] A, a[2] B, a[3] instruction descriptor, a[4] enable-input-d; in.imm scale-input-d; lists: disabled lanes
+// a[0] D, a[1] A, a[2] B, a[3] instruction descriptor, a[4] enable-input-d; in.imm scale-input-d; lists: disabled lanes,
+// in.n of them, or of a block-scaled kind the addresses of the scale factors of A and B and the offsets from them
 void mma(Warp& w, const Instr& in, uint32_t mask) {
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     w.lane = l;
     MmaOperation op;
     op.two_ctas = in.kind & Kind::two_ctas;
-    op.shape = decode_shape(w.reg<uint32_t>(in.a[3])[l], Kind::mma(in.kind), op.two_ctas);
+    uint32_t descriptor = w.reg<uint32_t>(in.a[3])[l], blocks = static_cast<uint32_t>(in.kind >> Kind::blocks);
+    op.shape = blocks ? decode_scaled_shape(descriptor, Kind::mma(in.kind), blocks, op.two_ctas) : decode_shape(descriptor, Kind::mma(in.kind), op.two_ctas);
     op.a_in_tensor = in.kind & Kind::a_in_tensor;
     op.accumulate = w.pred(in.a[4]) >> l & 1;
     op.d = w.reg<uint32_t>(in.a[0])[l] + static_cast<uint32_t>(in.size);
@@ -369,8 +463,12 @@ void mma(Warp& w, const Instr& in, uint32_t mask) {
     op.a = op.a_in_tensor ? 0 : w.reg<uint64_t>(in.a[1])[l];
     op.b = w.reg<uint64_t>(in.a[2])[l];
     op.scale_d = 1.0f / static_cast<float>(1u << in.imm);
+    const int32_t* list = w.program->lists.data() + in.list;
+    // The two highest bits of these addresses may repeat the id that the descriptor holds.
+    op.sfa = blocks ? (w.reg<uint32_t>(list[0])[l] + static_cast<uint32_t>(list[2])) & 0x3fffffff : 0;
+    op.sfb = blocks ? (w.reg<uint32_t>(list[1])[l] + static_cast<uint32_t>(list[3])) & 0x3fffffff : 0;
     op.disabled.fill(0);
-    for (int i = 0; i < in.n; ++i) op.disabled[static_cast<size_t>(i)] = w.reg<uint32_t>(w.program->lists[static_cast<size_t>(in.list + i)])[l];
+    for (int i = 0; i < in.n; ++i) op.disabled[static_cast<size_t>(i)] = w.reg<uint32_t>(list[i])[l];
     op.ctas = group_of(w, op.two_ctas);
     bool checked = w.machine->checking(kDescriptor);
     Actor actor = core_actor(w);
@@ -379,6 +477,10 @@ void mma(Warp& w, const Instr& in, uint32_t mask) {
       note_tile(cta, op.tile_b(checked), actor);
       if (!op.a_in_tensor) note_tile(cta, op.tile_a(checked), actor);
       TrackedMemory& tensor = tensor_memory(cta);
+      if (blocks) {
+        note_scales(cta, op.sfa, op.shape.sfa_id, blocks, op.rows(), actor);
+        note_scales(cta, op.sfb, op.shape.sfb_id, blocks, op.shape.n, actor);
+      }
       for (uint32_t row = 0; row < op.rows(); ++row) {
         if (op.a_in_tensor)
           tensor.note_read(tensor_place(cta, (op.a_tensor >> 16) + op.a_lane(row), op.a_tensor & 0xffff, op.words_of_a()), op.words_of_a() * 4, actor);
@@ -399,14 +501,15 @@ void mma(Warp& w, const Instr& in, uint32_t mask) {
 }
 
 // ---- cp: shared memory to tensor memory ----
-// in.kind: rows | repeated every 32 lanes << 8 | two_ctas << 16; in.n: bytes of a row; a[0] address, a[1] descriptor
+// in.kind: rows | repeated every 32 lanes << 8 | two_ctas << 16; in.n: bytes of a row; in.imm: Element of the source,
+// e4m3 for plain bytes; a[0] address, a[1] descriptor
 void cp(Warp& w, const Instr& in, uint32_t mask) {
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     w.lane = l;
     uint32_t rows = static_cast<uint32_t>(in.kind & 0xff), columns = static_cast<uint32_t>(in.n) / 4, to = w.reg<uint32_t>(in.a[0])[l] + static_cast<uint32_t>(in.size);
     uint32_t copies = in.kind >> 8 & 1 ? 4 : 1;
-    Tile tile(decode_tcgen05_descriptor(w.reg<uint64_t>(in.a[1])[l], w.machine->checking(kDescriptor)), Element::e4m3, true, rows, static_cast<uint32_t>(in.n));
+    Tile tile(decode_tcgen05_descriptor(w.reg<uint64_t>(in.a[1])[l], w.machine->checking(kDescriptor)), static_cast<Element>(in.imm), true, rows, static_cast<uint32_t>(in.n));
     std::vector<Cta*> ctas = group_of(w, in.kind >> 16);
     Actor actor = core_actor(w);
     for (Cta* cta : ctas) {
@@ -420,7 +523,11 @@ void cp(Warp& w, const Instr& in, uint32_t mask) {
         for (uint32_t row = 0; row < rows; ++row)
           for (uint32_t copy = 0; copy < copies; ++copy) {
             uint32_t* words = tensor_words(*cta, (to >> 16) + row + 32 * copy, to & 0xffff, columns);
-            for (uint32_t chunk = 0; chunk < tile.chunks; ++chunk) std::memcpy(words + 4 * chunk, cta->shared->at(tile.address(row, chunk), 16, 16), 16);
+            for (uint32_t chunk = 0; chunk < tile.chunks; ++chunk) {
+              const uint8_t* from = cta->shared->at(tile.address(row, chunk), 16, 16);
+              if (is_padded(tile.element)) unpack_containers(tile.element, from, reinterpret_cast<uint8_t*>(words + 4 * chunk));
+              else std::memcpy(words + 4 * chunk, from, 16);
+            }
           }
     });
   }
@@ -509,13 +616,28 @@ void decode_access(Decoder& d, bool load) {
   d.in.fn = load ? tensor_ld : tensor_st;
 }
 
+// Into how many blocks the qualifier, or what it defaults to, divides k.
+int take_blocks(Decoder& d, int kind) {
+  if (!d.take("block_scale")) d.fail("without .block_scale");
+  std::string q = d.take_one({"scale_vec::1X", "scale_vec::2X", "scale_vec::4X", "block16", "block32"});
+  if (q.empty() && kind == kind_mxf4nvf4) d.fail("no size of the scale vectors");
+  int usual = kind == kind_mxf8f6f4 ? 1 : 2;
+  int blocks = q.empty() || q == "block32" ? usual : q == "block16" ? 4 : q[11] - '0';
+  if (blocks != usual && !(kind == kind_mxf4nvf4 && blocks == 4)) d.fail("size of the scale vectors");
+  return blocks;
+}
+
 void decode_mma(Decoder& d) {
+  static const char* const kinds[] = {"kind::f16", "kind::tf32", "kind::f8f6f4", "kind::mxf8f6f4", "kind::mxf4", "kind::mxf4nvf4"};
   if (take_group(d)) d.in.kind |= Kind::two_ctas;
-  std::string kind = d.take_one({"kind::f16", "kind::tf32", "kind::f8f6f4"});
-  if (kind.empty()) d.fail("unknown kind");
-  d.in.kind |= kind == "kind::f16" ? kind_f16 : kind == "kind::tf32" ? kind_tf32 : kind_f8f6f4;
+  int kind = -1;
+  for (int i = 0; i < 6; ++i)
+    if (d.take(kinds[i])) kind = i;
+  if (kind < 0) d.fail("unknown kind");
+  bool scaled = kind >= kind_mxf8f6f4;
+  d.in.kind |= kind | (scaled ? take_blocks(d, kind) << Kind::blocks : 0);
   d.take_one({"collector::a::fill", "collector::a::use", "collector::a::lastuse", "collector::a::discard"});
-  d.expect(5, 7);
+  d.expect(scaled ? 7 : 5, 7);
   d.in.a[0] = tensor_address(d, d.operand(0), &d.in.size);
   if (d.operand(1).kind == Operand::address) {
     d.in.kind |= Kind::a_in_tensor;
@@ -526,14 +648,21 @@ void decode_mma(Decoder& d) {
   d.in.a[2] = d.source_slot(2, *find_type("b64"));
   d.in.a[3] = d.source_slot(3, *find_type("b32"));
   size_t next = 4;
-  if (d.operand(next).kind == Operand::vector) {
+  if (scaled) {
+    int32_t offsets[2];
+    for (int32_t& offset : offsets) {
+      if (d.operand(next).kind != Operand::address) d.fail("scale factors lie in tensor memory");
+      d.list(tensor_address(d, d.operand(next++), &offset));
+    }
+    for (int32_t offset : offsets) d.list(offset);
+  } else if (d.operand(next).kind == Operand::vector) {
     const Operand& lanes = d.operand(next++);
     if (lanes.items.size() != (d.in.kind & Kind::two_ctas ? 8u : 4u)) d.fail("size of the disabled lanes' mask");
     d.in.n = static_cast<int>(lanes.items.size());
     for (const Operand& o : lanes.items) d.list(d.value(o, *find_type("b32")));
   }
   d.in.a[4] = d.predicate(next++);
-  if (next < d.count()) {
+  if (next < d.count() && (kind == kind_f16 || kind == kind_tf32)) {
     d.in.imm = d.immediate(next++);
     if (d.in.imm > 15) d.fail("scale-input-d above 15");
   }
@@ -584,12 +713,20 @@ void decode_tcgen05(Decoder& d) {
     if (shape.empty()) d.fail("unknown shape");
     bool repeated = d.take("warpx4");
     if (repeated != (shape == "32x128b")) d.fail("unknown form");
+    // Six bits become a byte alike, whichever type they are.
+    Element source = Element::e4m3;
+    if (d.take("b8x16")) {
+      std::string from = d.take_one({"b4x16_p64", "b6x16_p32"});
+      if (from.empty()) d.fail("unknown format");
+      source = from == "b4x16_p64" ? Element::e2m1 : Element::e2m3;
+    }
     int rows = std::stoi(shape);
     d.in.kind = rows | repeated << 8 | two << 16;
     d.in.n = shape.find("256b") != std::string::npos ? 32 : 16;
     d.expect(2, 2);
     d.in.a[0] = tensor_address(d, d.operand(0), &d.in.size);
     d.in.a[1] = d.source_slot(1, *find_type("b64"));
+    d.in.imm = static_cast<uint64_t>(source);
     d.in.fn = cp;
   } else if (op == "commit") {
     take_group(d);

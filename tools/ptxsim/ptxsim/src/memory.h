@@ -33,8 +33,12 @@ enum Check : uint32_t {
   kBarrier = 1u << 14,
   kTensorBounds = 1u << 15,
   kTensorLeak = 1u << 16,
+  kScaleFactors = 1u << 17,
 };
 extern const char* const kCheckNames[];  // in bit order, ends with nullptr
+
+// What a report of an access starts with that there is no memory for: it stops the run even where it is not checked.
+const char* bounds_prefix(uint32_t checks, Check bounds);
 
 constexpr int kEpochClockBits = 22;
 constexpr uint32_t kMaxAgents = (1u << (32 - kEpochClockBits)) - 1;  // the last number marks a set of readers
@@ -136,7 +140,7 @@ class GlobalMemory {
   std::vector<Buffer> buffers_;  // sorted by address
   Buffer none_{1, 0, ""};
   const Buffer* last_ = &none_;
-  uint8_t scratch_[256] = {};
+  std::vector<uint8_t> scratch_;  // what an access outside of every buffer gets when that is not checked
 };
 
 }  // namespace ptxsim
