@@ -1,10 +1,12 @@
 """What pyproject.toml cannot say: the Cython extensions, and the cubins, which are compiled with the package.
 
 ``SPARSE_AOT_BUILD_ARCHS`` (comma-separated) and ``SPARSE_AOT_BUILD_ONLY`` (a glob over configuration names) restrict
-the bundle. A wheel carries it in ``sparse_aot/cubins``; an editable install puts it into the checkout's ``cubins``.
+the bundle. A wheel carries it in ``sparse_aot/cubins``; an editable install puts it into the checkout's ``cubins``,
+with the PTX for the simulator, which users get as a wheel of its own (``tools/ptxsim/setup.py``).
 """
 
 import os
+import re
 import sys
 from glob import glob
 from importlib import metadata
@@ -16,6 +18,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
+BUILT = r"\.so$|__pycache__|\.egg-info|/build/"  # what a build leaves in the source folders
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -25,13 +28,10 @@ class BuildPy(build_py):
     def run(self):
         super().run()
         sys.path.insert(0, str(ROOT))
-        from aot.build import build, select
-        from aot.configs import configurations
+        from aot.build import build, select_from_environment
 
-        archs = [arch.strip() for arch in os.environ.get("SPARSE_AOT_BUILD_ARCHS", "").split(",") if arch.strip()]
-        selected = select(configurations(), archs, os.environ.get("SPARSE_AOT_BUILD_ONLY") or "*")
         out = ROOT / "cubins" if self.editable_mode else Path(self.build_lib, "sparse_aot", "cubins")
-        print(f"cubins: {build(selected, out)}")
+        print(f"cubins: {build(select_from_environment(), out, ptx=self.editable_mode)}")
 
 
 class SourceDistribution(sdist):
@@ -40,7 +40,7 @@ class SourceDistribution(sdist):
     def make_release_tree(self, base_dir, files):
         extra = ["cubins/MANIFEST.lock", *glob("sparse_aot/*.p[yx]*")]
         for directory in ("aot", "docs", "tests", "tools"):
-            extra += (path for path in glob(f"{directory}/**", recursive=True) if "__pycache__" not in path)
+            extra += (path for path in glob(f"{directory}/**", recursive=True) if not re.search(BUILT, path))
         super().make_release_tree(base_dir, sorted({*files, *filter(os.path.isfile, extra)}))
 
 

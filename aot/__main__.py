@@ -20,12 +20,13 @@ def main(arguments: list[str] | None = None) -> int:
     listing.add_argument("--arch", action="append", choices=ARCHS, default=[], help="only this architecture")
     listing.add_argument("--json", action="store_true", help="print JSON")
 
-    building = commands.add_parser("build", help="compile the configurations into a bundle")
+    building = commands.add_parser(
+        "build", help="compile the configurations into a bundle, and their PTX into its ptx.zip"
+    )
     building.add_argument("--arch", action="append", choices=ARCHS, default=[], help="only this one (repeatable)")
     building.add_argument("--only", metavar="GLOB", default="*", help="only configurations with a matching name")
     building.add_argument("-j", "--jobs", type=int, metavar="N", help="worker processes (default: one a core)")
     building.add_argument("--out", type=Path, metavar="DIR", default=build.DEFAULT_OUT, help="default: %(default)s")
-    building.add_argument("--keep-ptx", action="store_true", help="write each kernel's PTX beside its cubin")
 
     options = parser.parse_args(arguments)
     return _list(options) if options.command == "list" else _build(options)
@@ -45,7 +46,7 @@ def _list(options: argparse.Namespace) -> int:
 def _build(options: argparse.Namespace) -> int:
     try:
         selected = build.select(configurations(), options.arch, options.only)
-        summary = build.build(selected, options.out, jobs=options.jobs, keep_ptx=options.keep_ptx)
+        summary = build.build(selected, options.out, jobs=options.jobs, ptx=True)
     except build.BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

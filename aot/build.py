@@ -7,11 +7,13 @@ launcher refuses a cubin that does not match them. The output directory ends up 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
 import tempfile
 import tomllib
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -20,13 +22,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from aot import cache
+from aot import cache, configs
 from aot.compile import Compiled, CompileError, compile_configuration, isolate
 from aot.configs import ARCHS, Configuration
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_OUT = ROOT / "cubins"
 MANIFEST = "manifest.json"
+PTX = "ptx.zip"
 SCHEMA = 1
 
 SMEM_LIMIT = {"sm_90a": 227 * 1024, "sm_100f": 227 * 1024}  # bytes a block can have
@@ -69,19 +72,26 @@ def select(configurations: Iterable[Configuration], archs: Sequence[str] = (), o
     return selected
 
 
+def select_from_environment() -> list[Configuration]:
+    """What ``SPARSE_AOT_BUILD_ARCHS`` (comma-separated) and ``SPARSE_AOT_BUILD_ONLY`` (a glob) leave of the space."""
+    archs = [arch.strip() for arch in os.environ.get("SPARSE_AOT_BUILD_ARCHS", "").split(",") if arch.strip()]
+    return select(configs.configurations(), archs, os.environ.get("SPARSE_AOT_BUILD_ONLY") or "*")
+
+
 def build(
     configurations: Sequence[Configuration],
     out: Path = DEFAULT_OUT,
     *,
     jobs: int | None = None,
-    keep_ptx: bool = False,
+    ptx: bool = False,
     cache_directory: Path | None = None,
 ) -> Summary:
     """Build ``configurations`` into ``out``, in at most ``jobs`` processes (default: one a core).
 
-    Writes ``<arch>/<name>.cubin`` (with ``keep_ptx`` also ``.ptx``) and ``manifest.json``, and removes what an earlier
-    build left there besides. Raises BuildError, leaving ``out`` as it was, if a configuration does not compile,
-    spills registers without a reason, or needs more shared memory than its architecture has.
+    Writes ``<arch>/<name>.cubin`` and ``manifest.json``, with ``ptx`` also ``ptx.zip`` for the simulator (members
+    ``<arch>/<name>.ptx``), and removes what an earlier build left there besides. Raises BuildError, leaving ``out`` as
+    it was, if a configuration does not compile, spills registers without a reason, or needs more shared memory than its
+    architecture has.
     """
     if jobs is not None and jobs < 1:
         raise BuildError(f"jobs: expected at least 1, got {jobs}")
@@ -110,7 +120,7 @@ def build(
     if failures:
         raise BuildError("\n".join(failures))
 
-    _write(out, configurations, done, entries, keep_ptx)
+    _write(out, configurations, done, entries, ptx)
     return Summary(compiled=len(missing), cached=len(configurations) - len(missing))
 
 
@@ -171,6 +181,7 @@ def _manifest_entry(configuration: Configuration, compiled: Compiled) -> dict[st
         "file": f"{configuration.path}.cubin",
         "sha256": hashlib.sha256(compiled.cubin).hexdigest(),
         "size": len(compiled.cubin),
+        "ptx_sha256": hashlib.sha256(compiled.ptx).hexdigest(),
         "symbol": cubin.symbol,
         "params": [
             param | {"offset": offset, "size": size}
@@ -191,12 +202,14 @@ def _write(
     configurations: Sequence[Configuration],
     compiled: dict[str, Compiled],
     entries: list[dict[str, Any]],
-    keep_ptx: bool,
+    ptx: bool,
 ) -> None:
     """Write the files, then the manifest, then remove what the manifest does not name."""
     files = {f"{configuration.path}.cubin": compiled[configuration.path].cubin for configuration in configurations}
-    if keep_ptx:
-        files |= {f"{configuration.path}.ptx": compiled[configuration.path].ptx for configuration in configurations}
+    if ptx:
+        files[PTX] = _archive(
+            {f"{configuration.path}.ptx": compiled[configuration.path].ptx for configuration in configurations}
+        )
     for file, data in files.items():
         _write_atomically(out / file, data)
 
@@ -209,10 +222,18 @@ def _write(
     }
     _write_atomically(out / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
-    for suffix in ("cubin", "ptx"):
-        for file in out.glob(f"*/*.{suffix}"):
-            if file.relative_to(out).as_posix() not in files:
-                file.unlink()
+    for file in [*out.glob("*/*.cubin"), *out.glob(PTX)]:
+        if file.relative_to(out).as_posix() not in files:
+            file.unlink()
+
+
+def _archive(members: dict[str, bytes]) -> bytes:
+    """A zip archive; the same bytes for the same members."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_LZMA) as opened:
+        for name, data in members.items():
+            opened.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_LZMA)
+    return archive.getvalue()
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

@@ -472,6 +472,17 @@ cdef bint _plan_fits(const Problem* p, Schedule schedule) noexcept:
     )
 
 
+cdef int _reach_schedule(Call call, Schedule schedule) except -1:
+    call.reach("schedule.scheduler_metadata", &schedule.metadata_view)
+    call.reach("schedule.work_count", &schedule.work_count_view)
+    call.reach("schedule.qsplit_indices", &schedule.qsplit_view)
+    call.reach("schedule.split_counts", &schedule.split_counts_view)
+    call.reach("schedule.split_entries", &schedule.split_entries_view)
+    call.reach("schedule.walk_blocks", &schedule.walk_blocks_view)
+    call.reach("schedule.walk_counts", &schedule.walk_counts_view)
+    return call.reach("schedule.walk_totals", &schedule.walk_totals_view)
+
+
 cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partial) except -1:
     cdef bint temperature = p.lse_temperature.data is not NULL
     # Without a key, or without a selected block, there is nothing to compute: combine sees split counts of 0.
@@ -567,6 +578,12 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
         _encode_keys(&v_map, &forward.maps[2], &p.v, "v")
         if forward.walks and _plan_fits(p, schedule):
             walk_totals = schedule.walk_totals_view.data
+    if call.on_host:
+        _reach_schedule(call, schedule)
+        if has_work:
+            call.set_words(<int64_t>work_counter, 0, 1)
+            forward.simulate(0, call.memory, forward_params)
+        return combine.simulate(combine_work, call.memory, combine_params)
     with nogil:
         if has_work:
             memset_result = cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>work_counter, 0, 1, call.stream)
@@ -623,7 +640,8 @@ def sparse_atten_func(
     visible to query ``i`` if ``j < len_k`` and, when ``causal``, ``j <= i + len_k - len_q``. A row that sees nothing
     gives out 0 and lse -inf.
 
-    Arrays are any objects on one CUDA device that speak DLPack. Nothing is read back from the device: token numbers,
+    Arrays are any objects on one CUDA device that speak DLPack. On host arrays the same kernels run in a simulator, for
+    trying and testing, where it is installed (``sparse_aot.sim``). Nothing is read back from the device: token numbers,
     page numbers and lengths that are out of range are ignored (``SPARSE_AOT_VALIDATE=1`` in the environment at import
     makes them errors). Forward only: results carry no gradient.
 
@@ -664,7 +682,8 @@ def sparse_atten_func(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
-        NotImplementedError: no kernel for the dtypes, ``G``, ``topk``, ``blk_kv`` or device.
+        NotImplementedError: no kernel for the dtypes, ``G``, ``topk``, ``blk_kv`` or device; host arrays without the
+            simulator.
         CudaError: the driver refused; the message has its name for the error, the kernel and the launch.
     """
     cdef Problem p
@@ -675,8 +694,8 @@ def sparse_atten_func(
     cdef int n_topk = integer("topk", topk, 1, 1 << 20)
     memset(&p, 0, sizeof(p))
     cdef Call call = open_call("q", q, &p.q, stream)
-    if call.device is None:
-        raise NotImplementedError("q: attention runs on CUDA devices, got an array on the host")
+    if call.on_host:
+        call.simulate()
     if n_topk not in TOPK:
         raise NotImplementedError(f"topk: got {n_topk}; supported: {', '.join(map(str, TOPK))}")
     if integer("blk_kv", blk_kv, 1, 1 << 20) != BLK_KV:

@@ -10,7 +10,10 @@ A launch sequence registers the parameters that it packs, once, at import; gets 
 
 get_kernel builds a dict key: where host time counts, keep the Kernel in a dict of your own keyed by an int. To release
 the GIL once around several launches, call `enqueue` and hand a result that is not CUDA_SUCCESS to `failed`.
-The device's context must be current, as it is while a Call lives.
+The device's context must be current, as it is while a Call lives. On a call of host arrays the kernel runs in the
+simulator instead, before the call returns:
+
+    kernel.simulate(work, call.memory, params)
 
     encode_tensor_map(&map, kernel.maps[0], ...)   maps[i] is the format of the i-th tensor_map parameter
 """
@@ -31,12 +34,14 @@ cdef struct MapFormat:
     uint32_t dtype  # CUtensorMapDataType
     uint32_t swizzle  # CUtensorMapSwizzle
     uint32_t rank
+    uint32_t simulated  # encoded for the simulator, not for the driver
     uint32_t box[MAX_TENSOR_RANK]
 
 
 cdef class Kernel:
     cdef readonly str name
     cdef readonly Device device
+    cdef dict entry  # of the manifest
     cdef cydriver.CUfunction function
     cdef unsigned int threads
     cdef unsigned int smem_bytes
@@ -50,6 +55,7 @@ cdef class Kernel:
     cdef cydriver.CUresult enqueue(
         self, int64_t work, cydriver.CUstream stream, void** params
     ) except? cydriver.CUDA_ERROR_NOT_FOUND nogil
+    cdef int simulate(self, int64_t work, list memory, void** params) except -1
     cdef int failed(self, cydriver.CUresult result, int64_t work) except -1
 
 

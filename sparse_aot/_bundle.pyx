@@ -14,6 +14,8 @@ from libc.string cimport memcmp, memcpy, memset
 from sparse_aot._dlpack cimport integer
 from sparse_aot._driver cimport check, get_device, initialise
 
+from sparse_aot import sim
+
 
 SCHEMA = 1
 _SIZES = {"pointer": 8, "int32": 4, "int64": 8, "float32": 4, "tensor_map": 128}
@@ -109,7 +111,7 @@ class Bundle:
 
     def architecture(self, device):
         """The architecture in the bundle that runs on a device, or None."""
-        arch = _architecture(device.capability)
+        arch = device.simulated or _architecture(device.capability)
         return arch if arch in self.architectures else None
 
     def find(self, device, operation, options):
@@ -268,6 +270,9 @@ def preload(device=None):
 cdef Kernel _load(object bundle, dict entry, Device device):
     cdef cydriver.CUstreamCaptureMode mode = cydriver.CU_STREAM_CAPTURE_MODE_RELAXED
     bundle.check_layout(entry)
+    if device.simulated is not None:
+        sim.load(bundle, entry)
+        return _describe(entry, device)
     cubin = bundle.read(entry)
     # Another stream of this thread may be under capture, which forbids what loading does unless the thread is relaxed.
     check(cydriver.cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode")
@@ -293,8 +298,7 @@ cdef Kernel _kernel_of(cydriver.CUmodule module, str path, dict entry, Device de
     cdef size_t offset = 0
     cdef size_t size = 0
     cdef size_t index
-    cdef int n_maps = 0
-    cdef Kernel kernel = Kernel.__new__(Kernel)
+    cdef Kernel kernel = _describe(entry, device)
     symbol = entry["symbol"].encode()
     check(cydriver.cuModuleGetFunction(&kernel.function, module, symbol), f"cuModuleGetFunction of {where}")
     for index, param in enumerate(entry["params"]):
@@ -307,18 +311,8 @@ cdef Kernel _kernel_of(cydriver.CUmodule module, str path, dict entry, Device de
                 f"{path}: parameter {param['name']}: the driver reports {size} bytes at offset {offset}, the manifest "
                 f"has {param['size']} at {param['offset']}"
             )
-        if param["kind"] == "tensor_map":
-            kernel.maps[n_maps] = _map_format(param["tensor_map"])
-            n_maps += 1
     if cydriver.cuFuncGetParamInfo(kernel.function, len(entry["params"]), &offset, &size) == cydriver.CUDA_SUCCESS:
         raise BundleError(f"{path}: the driver reports more parameters than the {len(entry['params'])} in the manifest")
-    kernel.name = f"{entry['arch']}/{entry['name']}"
-    kernel.device = device
-    kernel.threads = entry["threads"]
-    kernel.smem_bytes = entry["smem_bytes"]
-    kernel.work_per_cta = entry["work_per_cta"]
-    kernel.pdl = entry["pdl"]
-    kernel.walks = entry["walks"]
     if kernel.smem_bytes:
         check(
             cydriver.cuFuncSetAttribute(
@@ -330,8 +324,28 @@ cdef Kernel _kernel_of(cydriver.CUmodule module, str path, dict entry, Device de
     return kernel
 
 
-cdef MapFormat _map_format(dict described) except *:
+cdef Kernel _describe(dict entry, Device device):
+    """A kernel by its manifest entry alone, before a driver has loaded it."""
+    cdef Kernel kernel = Kernel.__new__(Kernel)
+    cdef int n_maps = 0
+    kernel.entry = entry
+    kernel.name = f"{entry['arch']}/{entry['name']}"
+    kernel.device = device
+    kernel.threads = entry["threads"]
+    kernel.smem_bytes = entry["smem_bytes"]
+    kernel.work_per_cta = entry["work_per_cta"]
+    kernel.pdl = entry["pdl"]
+    kernel.walks = entry["walks"]
+    for param in entry["params"]:
+        if param["kind"] == "tensor_map":
+            kernel.maps[n_maps] = _map_format(param["tensor_map"], device)
+            n_maps += 1
+    return kernel
+
+
+cdef MapFormat _map_format(dict described, Device device) except *:
     cdef MapFormat format
+    format.simulated = device.simulated is not None
     format.dtype = _TENSOR_MAP_DTYPES[described["dtype"]]
     format.swizzle = _SWIZZLES[described["swizzle"]]
     format.rank = len(described["box"])
@@ -344,7 +358,7 @@ cdef MapFormat _map_format(dict described) except *:
 # Launching ------------------------------------------------------------------------------------------------------------
 
 cdef class Kernel:
-    """One kernel, loaded on one device."""
+    """One kernel, loaded on one device; or, on a simulated device, its PTX."""
 
     cdef unsigned int grid(self, int64_t work) noexcept nogil:
         if self.work_per_cta == 0:
@@ -381,6 +395,15 @@ cdef class Kernel:
             self.failed(result, work)
         return 0
 
+    cdef int simulate(self, int64_t work, list memory, void** params) except -1:
+        cdef size_t i, size
+        values = []
+        for i, param in enumerate(self.entry["params"]):
+            size = param["size"]
+            values.append((<const char*>params[i])[:size])
+        sim.run(self.entry, self.grid(work), values, memory)
+        return 0
+
     cdef int failed(self, cydriver.CUresult result, int64_t work) except -1:
         return check(
             result,
@@ -414,13 +437,17 @@ cdef struct CachedMap:
 cdef CachedMap _cache[CACHE_SETS][CACHE_WAYS]
 cdef uint64_t _tick = 0
 
-ctypedef cydriver.CUresult (*Encode)(
-    cydriver.CUtensorMap*, cydriver.CUtensorMapDataType, cydriver.cuuint32_t, void*, const cydriver.cuuint64_t*,
-    const cydriver.cuuint64_t*, const cydriver.cuuint32_t*, const cydriver.cuuint32_t*, cydriver.CUtensorMapInterleave,
-    cydriver.CUtensorMapSwizzle, cydriver.CUtensorMapL2promotion, cydriver.CUtensorMapFloatOOBfill,
-) except? cydriver.CUDA_ERROR_NOT_FOUND nogil
-
-cdef Encode _encode = cydriver.cuTensorMapEncodeTiled
+cdef int _encode_simulated(
+    cydriver.CUtensorMap* out, const MapFormat* format, void* address, const uint64_t* dims, const uint64_t* strides
+) except -1:
+    cdef int64_t dim
+    cdef bytes encoded = sim.encode_tiled(
+        format.dtype, <uint64_t>address, [dims[dim] for dim in range(format.rank)],
+        [strides[dim] for dim in range(format.rank - 1)], [format.box[dim] for dim in range(format.rank)],
+        swizzle=format.swizzle,
+    )
+    memcpy(out, <const char*>encoded, sizeof(out[0]))
+    return 0
 
 
 cdef int encode_tensor_map(
@@ -436,6 +463,8 @@ cdef int encode_tensor_map(
     cdef CachedMap* oldest
     cdef cydriver.cuuint32_t element_strides[MAX_TENSOR_RANK]
     cdef cydriver.CUresult result
+    if format.simulated:
+        return _encode_simulated(out, format, address, dims, strides)
     memset(&key, 0, sizeof(key))
     key.address = <uint64_t>address
     memcpy(key.dims, dims, format.rank * sizeof(uint64_t))
@@ -455,7 +484,7 @@ cdef int encode_tensor_map(
             oldest = &entry[index]
     for index in range(<size_t>MAX_TENSOR_RANK):
         element_strides[index] = 1
-    result = _encode(
+    result = cydriver.cuTensorMapEncodeTiled(
         out, <cydriver.CUtensorMapDataType>format.dtype, format.rank, address, <const cydriver.cuuint64_t*>dims,
         <const cydriver.cuuint64_t*>strides, format.box, element_strides, cydriver.CU_TENSOR_MAP_INTERLEAVE_NONE,
         <cydriver.CUtensorMapSwizzle>format.swizzle, cydriver.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -46,6 +46,8 @@ from sparse_aot._dlpack cimport (
 from sparse_aot._driver cimport check, is_capturing
 from sparse_aot._schedule cimport Schedule, make_schedule
 
+from sparse_aot import sim
+
 
 cdef bint _validate = os.environ.get("SPARSE_AOT_VALIDATE") == "1"
 
@@ -157,6 +159,8 @@ cdef class Operation:
             self.kernels[key] = kernel
         for i in range(self.count):
             params[i] = <int64_t*>values + self.slots[i]
+        if call.on_host:
+            return kernel.simulate(work, call.memory, params)
         return kernel.launch(work, call.stream, params)
 
 
@@ -227,15 +231,6 @@ cdef int bit_length(int64_t value) noexcept:
     return bits
 
 
-cdef int set_words(Call call, int64_t address, int word, int64_t count) except -1:
-    if count:
-        check(
-            cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>address, <unsigned int>word, count, call.stream),
-            "cuMemsetD32Async",
-        )
-    return 0
-
-
 # Launch sequences. What each kernel does is in aot/kernels/smxx_csr.py, smxx_sort.py, smxx_schedule.py, smxx_walk.py. -
 
 cdef void set_shape(Values* v, const Shape* shape) noexcept:
@@ -269,16 +264,16 @@ cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan
     cdef int64_t[2] keys, values
     cdef int p
     if entries == 0 or shape.total_rows == 0:
-        set_words(call, v.row_ptr, 0, <int64_t>shape.head_kv * (shape.total_rows + 1))
-        set_words(call, v.q_indices, -1, entries)
+        call.set_words(v.row_ptr, 0, <int64_t>shape.head_kv * (shape.total_rows + 1))
+        call.set_words(v.q_indices, -1, entries)
         if plan is not NULL:
-            set_words(call, v.qsplit_indices, -1, entries)
-            set_words(call, v.split_counts, 0, <int64_t>shape.total_q * shape.head_kv)
-            set_words(call, v.split_entries, -1, entries)
-            set_words(call, v.work_count, 0, 1)
-            set_words(call, v.walk_blocks, 0, <int64_t>shape.head_kv * plan.groups * WALK_CAP * plan.walk_columns)
-            set_words(call, v.walk_counts, 0, <int64_t>shape.head_kv * plan.groups)
-            set_words(call, v.walk_totals, 0, 4)
+            call.set_words(v.qsplit_indices, -1, entries)
+            call.set_words(v.split_counts, 0, <int64_t>shape.total_q * shape.head_kv)
+            call.set_words(v.split_entries, -1, entries)
+            call.set_words(v.work_count, 0, 1)
+            call.set_words(v.walk_blocks, 0, <int64_t>shape.head_kv * plan.groups * WALK_CAP * plan.walk_columns)
+            call.set_words(v.walk_counts, 0, <int64_t>shape.head_kv * plan.groups)
+            call.set_words(v.walk_totals, 0, 4)
         return 0
     add_rows(scratch, v, shape)
     scratch.add(&keys[0], entries)
@@ -334,11 +329,11 @@ cdef int launch_split(Call call, Values* v, const Shape* shape, const Plan* plan
     """All launches of prepare_sparse_fwd_schedule_and_split."""
     cdef Scratch scratch = Scratch()
     cdef int64_t entries = <int64_t>shape.head_kv * shape.size
-    set_words(call, v.split_counts, 0, <int64_t>shape.total_q * shape.head_kv)
+    call.set_words(v.split_counts, 0, <int64_t>shape.total_q * shape.head_kv)
     if entries == 0 or shape.total_rows == 0:
-        set_words(call, v.qsplit_indices, -1, entries)
-        set_words(call, v.split_entries, -1, entries)
-        set_words(call, v.work_count, 0, 1)
+        call.set_words(v.qsplit_indices, -1, entries)
+        call.set_words(v.split_entries, -1, entries)
+        call.set_words(v.work_count, 0, 1)
         return 0
     add_rows(scratch, v, shape)
     scratch.add(&v.counts, schedule_counts(shape, plan))
@@ -474,11 +469,11 @@ cdef int resolve_rows(
     Call call, const View* cu_q, const View* cu_k, Shape* shape, object total_rows, int64_t total_k
 ) except -1:
     """Set ``shape.total_rows``; check the values in cu_seqlens, for a device only with SPARSE_AOT_VALIDATE=1."""
-    cdef bint validate = call.device is None or (_validate and not is_capturing(call.stream))
+    cdef bint validate = call.on_host or (_validate and not is_capturing(call.stream))
     cdef const int32_t* cu_seqlens_q = <int32_t*>cu_q.data
     cdef const int32_t* cu_seqlens_k = <int32_t*>cu_k.data
     cdef int64_t live
-    if call.device is not None:
+    if not call.on_host:
         if total_rows is None and is_capturing(call.stream):
             raise ValueError("total_rows: expected an integer under graph capture, got None, which needs a host read")
         if total_rows is None or validate:
@@ -547,6 +542,8 @@ def build_k2q_csr(
     cdef Schedule schedule
     cdef int64_t[2] extents
     cdef Call call = open_call("q2k_indices", q2k_indices, &view, stream)
+    if call.on_host and sim.options.csr:
+        call.simulate()
     check_rank("q2k_indices", &view, 3)
     check_dtype("q2k_indices", &view, INT32)
     check_alignment("q2k_indices", &view, 4)
@@ -648,6 +645,8 @@ def prepare_sparse_fwd_schedule_and_split(
     cdef Plan plan
     cdef Buffer metadata, work_count, split_entries
     cdef Call call = open_call("k2q_row_ptr", k2q_row_ptr, &rows_view, stream)
+    if call.on_host and sim.options.csr:
+        call.simulate()
     check_rank("k2q_row_ptr", &rows_view, 2)
     check_dtype("k2q_row_ptr", &rows_view, INT32)
     check_alignment("k2q_row_ptr", &rows_view, 4)
@@ -724,7 +723,7 @@ cdef int finish_walk_plan(Call call, Schedule schedule, Buffer blocks, Buffer co
     cdef object memory = None
     if call.importer is not None:
         shown = call.empty(INT64, 1, totals.view.shape)
-        if call.device is None:
+        if call.on_host:
             memcpy(shown.view.data, totals.view.data, 2 * sizeof(int64_t))
         else:
             check(
@@ -747,11 +746,11 @@ cdef int check_device(object device, Call call) except -1:
         return 0
     kind = str(device).lower()
     number = re.search(r"\d+", kind)  # cuda:1, <CUDA Device 1>
-    if call.device is None:
+    if call.on_host:
         wrong = "cuda" in kind or "gpu" in kind
     else:
         wrong = "cpu" in kind or number is not None and int(number.group()) != call.device.ordinal
     if wrong:
-        where = "the host" if call.device is None else repr(call.device)
+        where = "the host" if call.on_host else repr(call.device)
         raise ValueError(f"device: expected that of the arrays, {where}, got {device!r}")
     return 0

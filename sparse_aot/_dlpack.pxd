@@ -11,12 +11,15 @@ A public function opens one Call on its first array, reads the others through it
     check_extent("k", &k, 2, 128, "head dimension")
     cdef Buffer out = call.empty(FLOAT32, 2, shape)        out.view is its View; finish() hands it to the caller
     cdef Buffer temporary = call.scratch(n_bytes)          freed in stream order when the last reference goes
+    call.set_words(address, 0, count)                      a memset of 32-bit words
     call.to_host("total", &view)                           int32 values as a NumPy array; waits, not under capture
     ... launch on call.stream ...
     call.launched()                                        keeps what is held alive until the work is done
     return out.finish()
 
-`call.device` is None for host arrays (call.stream is then meaningless). A Call makes the device's primary context
+`call.on_host` says that the arrays are the host's (call.stream is then meaningless). `call.device` is None there until
+`call.simulate()` gives it the simulator's device; kernels then may touch what is in `call.memory`: every array that was
+read or allocated through the call or named to `call.reach(name, &view)`. A Call makes the device's primary context
 current for as long as it lives, so it must stay a local variable. A View borrows: it is valid while the array lives.
 """
 
@@ -138,7 +141,9 @@ cdef class Call:
     cdef object like  # the first array
     cdef object importer  # where the producer has no exchange API: its from_dlpack, once something is allocated
     cdef DLDevice where
-    cdef readonly Device device  # None for host arrays
+    cdef readonly Device device  # None for host arrays that no kernel works on
+    cdef bint on_host
+    cdef list memory  # of host arrays: (address, bytes, name) each
     cdef cydriver.CUstream stream
     cdef bint ordered  # `stream` is the one that the producer's allocator orders its memory by
     cdef bint pushed
@@ -150,6 +155,9 @@ cdef class Call:
     cdef object to_host(self, str name, const View* view)
     cdef int hold(self, object owner) except -1
     cdef int launched(self) except -1
+    cdef int set_words(self, int64_t address, int32_t word, int64_t count) except -1
+    cdef int reach(self, str name, const View* view) except -1
+    cdef int simulate(self) except -1
 
 
 cdef class Buffer:
@@ -158,7 +166,7 @@ cdef class Buffer:
     cdef DLDevice where  # for __dlpack__, from finish() on
     cdef cydriver.CUstream stream  # likewise
     cdef DLManagedTensorVersioned* managed  # from the producer's allocator, until finish()
-    cdef DLManagedTensorVersioned* pooled  # from the driver's stream-ordered pool, until exported
+    cdef DLManagedTensorVersioned* pooled  # from the driver's stream-ordered pool or the host's, until exported
     cdef object array  # the producer's own array, where it allocated one itself
 
     cdef object finish(self)

@@ -1,8 +1,9 @@
 """Arrays in and out over DLPack: the C exchange API where the array's type has it, ``__dlpack__`` everywhere else.
 
 No framework is imported. Results are allocated by the producer of the first array: through the exchange API's
-allocator, by ``numpy.empty`` or ``cupy.empty``, and for any other type (JAX) in the driver's stream-ordered pool,
-handed over by the ``from_dlpack`` of the type's own module.
+allocator, by ``numpy.empty`` or ``cupy.empty``, and for any other type (JAX) in the driver's stream-ordered pool, or in
+the host's memory, handed over by the ``from_dlpack`` of the type's own module. NumPy arrays of the dtypes of ml_dtypes,
+which NumPy does not hand out over DLPack, are handed out as integers and read as what they are.
 
 Streams: the producer's current stream is what the exchange API or CuPy say it is, else the legacy default stream, which
 is passed to ``__dlpack__(stream=...)`` so that the producer orders its own work before it. A `stream=` that is not the
@@ -23,11 +24,20 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from sparse_aot._driver cimport check, get_device, is_capturing, order_streams, stream_handle
+from sparse_aot._driver cimport check, get_device, is_capturing, order_streams, simulated_device, stream_handle
+
+from sparse_aot import sim
 
 
 cdef extern from "Python.h":
     void PyErr_SetString(object kind, const char* message)
+
+cdef extern from "<stdlib.h>":
+    void* aligned_alloc(size_t alignment, size_t size)
+
+
+cdef enum:
+    HOST_ALIGNMENT = 256  # as the driver's allocator has it
 
 
 cdef dict _DTYPE_NAMES = {
@@ -39,6 +49,7 @@ cdef dict _DTYPE_NAMES = {
     BFLOAT16: "bfloat16",
     FLOAT8_E4M3FN: "float8_e4m3fn",
 }
+cdef dict _NUMPY_DTYPES = {"bfloat16": BFLOAT16, "float8_e4m3fn": FLOAT8_E4M3FN}  # those of ml_dtypes, by NumPy's name
 cdef dict _CODE_NAMES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 cdef tuple _VERSION = (1, 3)  # the DLPack version that this file is written to
 cdef tuple _HOST_TYPES = (CPU, 3)  # plain and pinned host memory
@@ -170,6 +181,16 @@ cdef str _where(int device_type, int device_id):
     return f"cuda:{device_id}" if device_type == CUDA else f"DLPack device ({device_type}, {device_id})"
 
 
+cdef int _read_numpy(str name, object array, View* view) except -1:
+    """An array of a dtype of ml_dtypes goes as integers of the same size, whose strides are the same."""
+    cdef int dtype = _NUMPY_DTYPES.get(array.dtype.name, 0)
+    capsule = _export(name, array.view(f"u{array.dtype.itemsize}") if dtype else array, None)
+    _read_capsule(name, capsule, view)
+    if dtype:
+        view.dtype = dtype
+    return 0
+
+
 # One public call ------------------------------------------------------------------------------------------------------
 
 cdef object _retired = collections.deque()  # (event, exports) of past calls, oldest first
@@ -208,10 +229,13 @@ cdef Call open_call(str name, object array, View* view, object stream):
             call.where.device_type = CPU
             call.where.device_id = 0
     if call.where.device_type == CPU:
-        call.ordered = True
+        call.on_host = call.ordered = True
+        call.memory = []
         if stream is not None:
             stream_handle(stream)
-        if not known:
+        if known:
+            call.reach(name, view)
+        else:
             call.read(name, array, view)
         return call
     if call.where.device_type != CUDA:
@@ -268,18 +292,22 @@ cdef class Call:
                 f"argument, got one on {_where(view.device.device_type, view.device.device_id)}"
             )
         if producer.api is NULL:
-            stream = <uintptr_t>self.stream if self.device is not None else None
-            capsule = _export(name, array, stream)
-            _read_capsule(name, capsule, view)
-            if self.device is not None and producer.root != "cupy":
-                self.hold(capsule)
-        elif producer.api is not self.producer.api and self.device is not None:
+            if producer.root == "numpy":
+                _read_numpy(name, array, view)
+            else:
+                capsule = _export(name, array, None if self.on_host else <uintptr_t>self.stream)
+                _read_capsule(name, capsule, view)
+                if not self.on_host and producer.root != "cupy":
+                    self.hold(capsule)
+        elif producer.api is not self.producer.api and not self.on_host:
             # A second framework: its own current stream may be another one.
             producer.api.current_work_stream(CUDA, self.where.device_id, &current)
             if current is NULL:
                 current = <void*><uintptr_t>cydriver.CU_STREAM_LEGACY
             if <cydriver.CUstream>current != self.stream and not is_capturing(self.stream):
                 order_streams(<cydriver.CUstream>current, self.stream)
+        if self.on_host:
+            self.reach(name, view)
         return 0
 
     cdef Buffer empty(self, int dtype, int ndim, const int64_t* shape):
@@ -301,13 +329,20 @@ cdef class Call:
         if self.producer.api is not NULL:
             self.producer.api.managed_tensor_allocator(&prototype, &buffer.managed, NULL, _set_error)
             _fill("result", &buffer.managed.dl_tensor, &buffer.view)
-            return buffer
-        if self.device is None or self.producer.root == "cupy":
-            buffer.array = _framework_empty(self, tuple([shape[dim] for dim in range(ndim)]), _DTYPE_NAMES[dtype])
-            _read_capsule("result", _export("result", buffer.array, None if self.device is None else -1), &buffer.view)
-            return buffer
-        buffer.pooled = _allocate(self, &prototype)
-        _fill("result", &buffer.pooled.dl_tensor, &buffer.view)
+        elif self.producer.root == "numpy":
+            buffer.array = numpy.empty(tuple([shape[dim] for dim in range(ndim)]), dtype=_DTYPE_NAMES[dtype])
+            _read_numpy("result", buffer.array, &buffer.view)
+        elif self.producer.root == "cupy":
+            buffer.array = _cupy_empty(self, tuple([shape[dim] for dim in range(ndim)]), _DTYPE_NAMES[dtype])
+            _read_capsule("result", _export("result", buffer.array, -1), &buffer.view)
+        else:
+            buffer.pooled = _allocate(self, &prototype)
+            _fill("result", &buffer.pooled.dl_tensor, &buffer.view)
+        if self.on_host:
+            self.reach("scratch" if dtype == UINT8 else "result", &buffer.view)
+            if self.device is not None:  # so that what a kernel fails to write shows
+                garbage = 0x5A if dtype in (INT32, INT64) else 0xFF  # as floats NaN; -1 could be what had to be written
+                memset(buffer.view.data, garbage, element_count(&buffer.view) * (dtype & 0xFF) // 8)
         return buffer
 
     cdef Buffer scratch(self, int64_t n_bytes):
@@ -340,7 +375,7 @@ cdef class Call:
         cdef char* target = <char*><uintptr_t>values.ctypes.data
         if element_count(view) == 0:
             return values
-        if self.device is None:
+        if self.on_host:
             for row in range(rows):
                 memcpy(target + row * n_bytes, <char*>view.data + row * pitch, n_bytes)
             return values
@@ -378,6 +413,41 @@ cdef class Call:
         check(cydriver.cuEventRecord(event, self.stream), "cuEventRecord")
         return 0
 
+    cdef int set_words(self, int64_t address, int32_t word, int64_t count) except -1:
+        """Set ``count`` 32-bit words, in the order of the stream."""
+        cdef int32_t* words = <int32_t*>address
+        cdef int64_t i
+        if self.on_host:
+            for i in range(count):
+                words[i] = word
+        elif count:
+            check(
+                cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>address, <unsigned int>word, count, self.stream),
+                "cuMemsetD32Async",
+            )
+        return 0
+
+    cdef int reach(self, str name, const View* view) except -1:
+        """Let simulated kernels touch what lies between the first and the last element of a host array."""
+        cdef int dim
+        cdef int64_t step
+        cdef int64_t first = 0
+        cdef int64_t last = 0
+        cdef int64_t size = (view.dtype & 0xFF) // 8
+        if view.data is not NULL and element_count(view):
+            for dim in range(view.ndim):
+                step = (view.shape[dim] - 1) * view.strides[dim]
+                first += min(step, 0)
+                last += max(step, 0)
+            self.memory.append((<uintptr_t>view.data + first * size, (last - first + 1) * size, name))
+        return 0
+
+    cdef int simulate(self) except -1:
+        """Have the kernels of this call, whose arrays are on the host, run in the simulator."""
+        arch, multiprocessors = sim.choose_device()
+        self.device = simulated_device(arch, multiprocessors)
+        return 0
+
 
 # Allocation -----------------------------------------------------------------------------------------------------------
 
@@ -399,12 +469,10 @@ cdef object _importer(str name, object like, Producer producer):
     )
 
 
-cdef object _framework_empty(Call call, tuple shape, str dtype):
-    if call.producer.root == "cupy":
-        cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(call.where.device_id):
-            return cupy.empty(shape, dtype=numpy.dtype(dtype))
-    return numpy.empty(shape, dtype=dtype)
+cdef object _cupy_empty(Call call, tuple shape, str dtype):
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(call.where.device_id):
+        return cupy.empty(shape, dtype=numpy.dtype(dtype))
 
 
 cdef struct Pooled:
@@ -412,14 +480,16 @@ cdef struct Pooled:
     DLManagedTensor legacy
     int64_t shape[MAX_RANK]
     int64_t strides[MAX_RANK]
-    cydriver.CUcontext context
+    cydriver.CUcontext context  # NULL: host memory
     cydriver.CUstream stream
 
 
 cdef void _free_pooled(DLManagedTensorVersioned* managed) noexcept nogil:
     cdef Pooled* pooled = <Pooled*>managed
     cdef cydriver.CUcontext context
-    if managed.dl_tensor.data is not NULL and cydriver.cuCtxPushCurrent(pooled.context) == cydriver.CUDA_SUCCESS:
+    if pooled.context is NULL:
+        free(managed.dl_tensor.data)
+    elif managed.dl_tensor.data is not NULL and cydriver.cuCtxPushCurrent(pooled.context) == cydriver.CUDA_SUCCESS:
         cydriver.cuMemFreeAsync(<cydriver.CUdeviceptr>managed.dl_tensor.data, pooled.stream)
         cydriver.cuCtxPopCurrent(&context)
     free(pooled)
@@ -451,10 +521,15 @@ cdef DLManagedTensorVersioned* _allocate(Call call, const DLTensor* prototype) e
     pooled.managed.deleter = _free_pooled
     pooled.legacy.manager_ctx = pooled
     pooled.legacy.deleter = _free_legacy
-    pooled.context = call.device.context
-    pooled.stream = call.stream
-    if count:
-        n_bytes = (count * tensor.dtype.bits + 7) // 8
+    n_bytes = (count * tensor.dtype.bits + 7) // 8
+    if call.on_host:
+        tensor.data = aligned_alloc(HOST_ALIGNMENT, (n_bytes + HOST_ALIGNMENT - 1) // HOST_ALIGNMENT * HOST_ALIGNMENT) if count else NULL
+        if count and tensor.data is NULL:
+            free(pooled)
+            raise MemoryError()
+    elif count:
+        pooled.context = call.device.context
+        pooled.stream = call.stream
         result = cydriver.cuMemAllocAsync(&pointer, n_bytes, call.stream)
         if result != cydriver.CUDA_SUCCESS:
             free(pooled)
@@ -499,7 +574,7 @@ cdef class Buffer:
             Py_DECREF(array)  # the cast took a reference of its own
             return array
         if self.array is not None:
-            return self.array if call.importer is None else call.importer(self.array)
+            return self.array
         # The importer may keep this object, in a traceback for one; the Call has to end with the public function.
         self.where = call.where
         self.stream = call.stream
@@ -517,7 +592,7 @@ cdef class Buffer:
             raise BufferError("this memory has already been handed over")
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError("this memory is handed over in place only")
-        if stream != -1:
+        if stream != -1 and self.where.device_type != CPU:
             consumer = stream_handle(stream or 0)
             if consumer != self.stream:
                 order_streams(self.stream, consumer)

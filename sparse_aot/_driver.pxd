@@ -26,10 +26,14 @@ cdef class Device:
     cdef readonly str name
     cdef readonly tuple capability  # (major, minor)
     cdef readonly int multiprocessors
+    cdef readonly str simulated  # the architecture that the simulator stands in for; None for a CUDA device
     cdef cydriver.CUcontext context  # the primary context, retained for the life of the process
 
 
 cdef Device get_device(int ordinal)
+
+# The device that host arrays are on for as long as the simulator runs kernels on them: see sparse_aot/sim.py.
+cdef Device simulated_device(str arch, int multiprocessors)
 
 # The handle of `stream=`: an int or an object with `__cuda_stream__`. 0 becomes the legacy default stream's own handle.
 cdef cydriver.CUstream stream_handle(object stream) except? NULL

@@ -48,9 +48,11 @@ _lock = threading.Lock()
 
 
 cdef class Device:
-    """One CUDA device and its primary context."""
+    """One CUDA device and its primary context, or what the simulator stands in for."""
 
     def __repr__(self):
+        if self.simulated is not None:
+            return f"the simulator for {self.simulated}"
         major, minor = self.capability
         return f"cuda:{self.ordinal} ({self.name}, compute capability {major}.{minor})"
 
@@ -89,6 +91,23 @@ cdef Device get_device(int ordinal):
         device = _describe(ordinal, &handle)
         check(cydriver.cuDevicePrimaryCtxRetain(&device.context, handle), "cuDevicePrimaryCtxRetain")
         _devices[ordinal] = device
+    return device
+
+
+cdef dict _simulated_devices = {}  # architecture -> Device
+
+
+cdef Device simulated_device(str arch, int multiprocessors):
+    cdef Device device
+    with _lock:
+        device = <Device>_simulated_devices.get(arch)
+        if device is None:
+            device = Device.__new__(Device)
+            device.ordinal = -1 - len(_simulated_devices)
+            device.name = "ptxsim"
+            device.simulated = arch
+            _simulated_devices[arch] = device
+    device.multiprocessors = multiprocessors
     return device
 
 

@@ -6,7 +6,7 @@ import struct
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from sparse_aot import _bundle, _driver
+from sparse_aot import _bundle, _driver, sim
 from sparse_aot._cubin import read_layout
 
 
@@ -62,6 +62,7 @@ def print_info(as_json):
             }
             for device in _driver.describe_devices()
         ],
+        "simulator": sim.is_installed(),
     }
     if as_json:
         print(json.dumps(info, indent=2))
@@ -80,6 +81,7 @@ def print_info(as_json):
         )
     if not info["devices"]:
         print("no CUDA device")
+    print(f"simulator for host arrays: {'installed' if info['simulator'] else 'not installed'}")
     return 0
 
 

@@ -1,8 +1,11 @@
 """``sparse-aot demo``: selection, CSR and schedule, attention on a small ragged batch, each checked by brute force."""
 
+import time
+import warnings
+
 import numpy as np
 
-from sparse_aot import _bundle, _driver, build_k2q_csr, sparse_atten_func
+from sparse_aot import _bundle, _driver, build_k2q_csr, sim, sparse_atten_func
 from sparse_aot.cli import find_damage
 
 BLK_KV = 128
@@ -43,22 +46,32 @@ def run_demo():
         f"host: CSR of {row_ptr.shape[1] - 1} blocks and {int(row_ptr[:, -1].sum())} entries in "
         f"{int(schedule.work_count[0])} work items, equal to brute force"
     )
-    if not _driver.device_count():
-        print("attention: not run, this machine has no CUDA device")
+    problem = rng, q2k_indices, selection, cu_seqlens_q, cu_seqlens_k
+    if _driver.device_count():
+        report_attention(repr(_driver.describe_devices()[0]), find_framework(), problem)
         return 0
-    to_device, to_host, framework = find_framework()
-    if framework is None:
-        print("attention: not run, it takes torch or CuPy to put arrays on the CUDA device")
-        return 0
-    try:
-        error = check_attention(rng, q2k_indices, selection, cu_seqlens_q, cu_seqlens_k, to_device, to_host)
-    except NotImplementedError as reason:  # no kernels for this device
-        print(f"attention: not run, {reason}")
-        return 0
-    print(
-        f"attention: {_driver.describe_devices()[0]!r}, {framework} arrays, largest error {error:.1e} against float32"
-    )
+    print("no CUDA device: attention runs in the simulator")
+    warnings.filterwarnings("ignore", "sparse_aot: the arrays are on the host")
+    for arch in bundle.architectures:
+        sim.options.arch = arch
+        report_attention(arch, find_host_framework(), problem)
     return 0
+
+
+def report_attention(where, framework, problem):
+    """Run the attention and print how it went; no kernels for a device, or no framework for its arrays, is no error."""
+    to_device, to_host, name = framework
+    if name is None:
+        print(f"attention: {where}: not run, {to_host}")
+        return
+    start = time.perf_counter()
+    try:
+        error = check_attention(*problem, to_device, to_host)
+    except NotImplementedError as reason:
+        print(f"attention: {where}: not run, {reason}")
+        return
+    seconds = time.perf_counter() - start
+    print(f"attention: {where}, {name} arrays, largest error {error:.1e} against float32, {seconds:.1f} s")
 
 
 def select(q2k_indices, cu_seqlens_q, cu_seqlens_k):
@@ -99,7 +112,7 @@ def check_csr(row_ptr, q_indices, schedule, selection, cu_seqlens_k):
 
 
 def find_framework():
-    """(bfloat16 or int32 NumPy array to device array, device array to float32 NumPy array, name) or three None."""
+    """(bfloat16 or int32 NumPy array to device array, that to float32 NumPy array, name) or (None, why not, None)."""
     try:
         import torch
 
@@ -121,7 +134,31 @@ def find_framework():
             "CuPy",
         )
     except (ImportError, TypeError):
-        return None, None, None
+        return None, "it takes torch or CuPy to put arrays on the CUDA device", None
+
+
+def find_host_framework():
+    """The same for arrays on the host."""
+    try:
+        import ml_dtypes
+
+        return (
+            lambda x: x if x.dtype == np.int32 else x.astype(ml_dtypes.bfloat16),
+            lambda x: x.astype(np.float32),
+            "NumPy",
+        )
+    except ImportError:
+        pass
+    try:
+        import torch
+
+        return (
+            lambda x: torch.from_numpy(x).to(torch.int32 if x.dtype == np.int32 else torch.bfloat16),
+            lambda x: x.float().numpy(),
+            "torch",
+        )
+    except ImportError:
+        return None, "it takes ml_dtypes or torch to make bfloat16 arrays on the host", None
 
 
 def check_attention(rng, q2k_indices, selection, cu_seqlens_q, cu_seqlens_k, to_device, to_host):

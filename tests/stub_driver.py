@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+
 from sparse_aot._bundle import SIGNATURES
 
 TESTS = Path(__file__).resolve().parent
@@ -430,7 +431,7 @@ def from_dlpack(source):
     buffer = (ctypes.c_char * n_bytes).from_address(tensor.data)
     host = np.frombuffer(buffer, dtype).reshape(shape)
     if dtype == np.int64:
-        return DeviceArray(host.astype(np.int32))
-    array = DeviceArray(host, tensor.code == 4)
+        return DeviceArray(host.astype(np.int32), device=source.__dlpack_device__())
+    array = DeviceArray(host, tensor.code == 4, source.__dlpack_device__())
     array.capsule = capsule
     return array

@@ -41,8 +41,8 @@ FLAT = {
     "q: no array": (lambda a: {"q": [1.0]}, TypeError, "q: expected an array that speaks DLPack"),
     "q: on the host": (
         lambda a: {"q": np.zeros((64, 8, DIM), np.float32)},
-        NotImplementedError,
-        "q: attention runs on CUDA",
+        ValueError,
+        "k: expected an array on the host, like the first argument",
     ),
     "q: rank": (lambda a: {"q": bf16(64, 8 * DIM)}, ValueError, "q: expected 3 dimensions, got 2"),
     "q: dtype": (

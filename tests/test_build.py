@@ -1,10 +1,12 @@
 """The build: what its cache keys cover, what it refuses, and what it writes."""
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -294,11 +296,16 @@ def test_manifest_of_a_known_kernel(toy, out):
 
 
 def test_bundle_holds_exactly_what_the_last_build_was_asked_for(toy, out):
-    build.build([SCALE, configuration("scale-64", "scale:Scale", threads=64)], out, keep_ptx=True)
+    build.build([SCALE, configuration("scale-64", "scale:Scale", threads=64)], out, ptx=True)
     assert set(snapshot(out)) == {
         "manifest.json",
-        *(f"sm_90a/scale-{threads}.{kind}" for threads in (64, 128) for kind in ("cubin", "ptx")),
+        "ptx.zip",
+        *(f"sm_90a/scale-{threads}.cubin" for threads in (64, 128)),
     }
+    with zipfile.ZipFile(out / "ptx.zip") as ptx:
+        assert {name: hashlib.sha256(ptx.read(name)).hexdigest() for name in ptx.namelist()} == {
+            f"sm_90a/{entry['name']}.ptx": entry["ptx_sha256"] for entry in manifest_entries(out)
+        }
     build.build([SCALE], out)
     assert set(snapshot(out)) == {"manifest.json", "sm_90a/scale-128.cubin"}
     assert [entry["name"] for entry in manifest_entries(out)] == ["scale-128"]

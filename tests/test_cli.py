@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def bundle(tmp_path):
 def test_info_lists_versions_configurations_and_devices():
     status, out, _ = run("info", "--json")
     info = json.loads(out)
-    assert status == 0 and info["devices"] == []
+    assert status == 0 and info["devices"] == [] and info["simulator"] is True
     assert info["bundle"]["architectures"] == ["sm_100f", "sm_90a"]
     assert "sm_90a/fwd-bf16-g16-pbf16" in info["bundle"]["configurations"]
     status, out, _ = run("info")
@@ -91,10 +92,13 @@ def test_no_bundle_is_an_error_that_says_how_to_make_one(tmp_path):
         assert status == 1 and str(tmp_path / "manifest.json") in err and "aot build" in err
 
 
-def test_demo_verifies_the_bundle_and_runs_csr_and_schedule_on_the_host():
+def test_demo_runs_all_of_it_on_the_host_with_attention_in_the_simulator_for_each_architecture():
     status, out, err = run("demo")
-    assert status == 0, err
-    assert "hashes and layouts right" in out and "equal to brute force" in out and "no CUDA device" in out
+    assert status == 0 and not err, err
+    assert "hashes and layouts right" in out and "equal to brute force" in out
+    errors = re.findall(r"^attention: (\w+), \w+ arrays, largest error (\S+) against float32", out, re.MULTILINE)
+    assert [arch for arch, _ in errors] == ["sm_100f", "sm_90a"]
+    assert all(0 < float(error) < 0.05 for _, error in errors)
 
 
 def test_demo_fails_on_a_damaged_bundle(tmp_path):
@@ -117,11 +121,22 @@ def test_demo_says_why_a_device_without_kernels_runs_no_attention(monkeypatch, c
     def refuse(*arguments):
         raise NotImplementedError("cuda:0 (Old GPU): no kernels for it")
 
-    monkeypatch.setattr(demo, "_driver", type("Driver", (), {"device_count": lambda: 1}))
+    monkeypatch.setattr(
+        demo, "_driver", type("Driver", (), {"device_count": lambda: 1, "describe_devices": lambda: ["cuda:0"]})
+    )
     monkeypatch.setattr(demo, "find_framework", lambda: (None, None, "torch"))
     monkeypatch.setattr(demo, "check_attention", refuse)
     assert demo.run_demo() == 0
-    assert "attention: not run, cuda:0 (Old GPU): no kernels for it" in capsys.readouterr().out
+    assert "not run, cuda:0 (Old GPU): no kernels for it" in capsys.readouterr().out
+
+
+def test_demo_without_the_simulator_says_how_to_get_it(monkeypatch, capsys):
+    from sparse_aot import demo, sim
+
+    monkeypatch.setattr(demo._driver, "device_count", lambda: 0)
+    monkeypatch.setattr(sim, "find_simulator", lambda: None)
+    assert demo.run_demo() == 0
+    assert "pip install 'sparse-aot[sim]'" in capsys.readouterr().out
 
 
 def test_bench_gets_the_rest_of_the_command_line(monkeypatch):

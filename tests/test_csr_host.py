@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from sparse_aot._csr import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
 from sparse_aot._csr_host import walks
 

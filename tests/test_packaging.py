@@ -1,5 +1,6 @@
 """What ``pip install`` gives: the wheel's contents, its metadata, and that it works away from the checkout."""
 
+import io
 import json
 import os
 import re
@@ -15,6 +16,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools" / "ptxsim"))
+from ptxsim.build import build as build_engine  # noqa: E402
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 RESTRICTION = {"SPARSE_AOT_BUILD_ARCHS": "sm_100f", "SPARSE_AOT_BUILD_ONLY": "combine-*-topk4"}
 RESTRICTED = {"sm_100f/combine-pbf16-topk4", "sm_100f/combine-pf32-topk4"}
@@ -25,10 +29,24 @@ def checkout(tmp_path_factory):
     """A copy of the sources alone."""
     copy = tmp_path_factory.mktemp("checkout") / "sparse_aot"
     unwanted = shutil.ignore_patterns(
-        "build", "dist", "*.egg-info", "*.so", "__pycache__", ".*", "*.cubin", "manifest.json"
+        "build", "dist", "*.egg-info", "*.so", "__pycache__", ".*", "*.cubin", "manifest.json", "ptx.zip"
     )
     shutil.copytree(ROOT, copy, ignore=unwanted)
     return copy
+
+
+@pytest.fixture(scope="module")
+def simulator_wheel(checkout, tmp_path_factory):
+    """The simulator's wheel with two kernels; its engine comes compiled, for the sake of time."""
+    directory = tmp_path_factory.mktemp("wheel")
+    shutil.copy2(build_engine(), checkout / "tools" / "ptxsim" / "ptxsim")
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
+        *("--wheel-dir", directory, checkout / "tools" / "ptxsim"),
+        env=RESTRICTION,
+    )
+    (path,) = directory.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +141,40 @@ def test_installed_wheel_whose_cubin_is_damaged_does_not_verify(installed, tmp_p
     assert victim.name in result.stdout + result.stderr
 
 
+def test_wheel_of_the_simulator_carries_the_engine_and_the_ptx(simulator_wheel):
+    assert re.fullmatch(r"sparse_aot_sim-[\d.]+-py3-none-linux_\w+\.whl", simulator_wheel.name)
+    with zipfile.ZipFile(simulator_wheel) as opened:
+        names = {name for name in opened.namelist() if "dist-info" not in name}
+        ptx = zipfile.ZipFile(io.BytesIO(opened.read("ptxsim/ptx.zip"))).namelist()
+    assert names == {f"ptxsim/{name}" for name in ("__init__.py", "build.py", "_engine.so", "ptx.zip")}
+    assert set(ptx) == {f"{path}.ptx" for path in RESTRICTED}
+
+
+def test_extra_asks_for_the_simulator_of_the_same_version(simulator_wheel):
+    (requirement,) = PROJECT["project"]["optional-dependencies"]["sim"]
+    assert requirement == f"sparse-aot-sim=={PROJECT['project']['version']}"
+    assert simulator_wheel.name.split("-")[1] == PROJECT["project"]["version"]
+
+
+def test_simulator_builds_with_the_versions_that_the_package_builds_with():
+    simulator = tomllib.loads((ROOT / "tools" / "ptxsim" / "pyproject.toml").read_text())
+    assert set(simulator["build-system"]["requires"]) <= set(PROJECT["build-system"]["requires"])
+
+
+def test_installed_simulator_has_the_ptx_of_the_installed_bundle(installed, simulator_wheel, tmp_path):
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", tmp_path, simulator_wheel)
+    script = (
+        "import sys\nfrom sparse_aot import _bundle, sim\n"
+        "assert str(sim.find_simulator().__file__).startswith(sys.argv[1])\n"
+        "bundle = _bundle.get_bundle()\n"
+        "for entry in bundle.configurations: sim.load(bundle, entry)\n"
+        "print(sorted(sim.modules))"
+    )
+    environment = {"PYTHONPATH": f"{installed}{os.pathsep}{tmp_path}"}
+    log = run(sys.executable, "-c", script, tmp_path, env=environment, cwd=installed)
+    assert log.strip() == str(sorted(RESTRICTED))
+
+
 def test_unknown_architecture_in_the_environment_is_an_error(checkout):
     script = "from setuptools.build_meta import build_wheel; build_wheel('.')"
     environment = os.environ | {"SPARSE_AOT_BUILD_ARCHS": "sm_75"}
@@ -140,10 +192,8 @@ def test_source_distribution_holds_what_the_build_needs(checkout, tmp_path):
     with tarfile.open(archive) as opened:
         packed = {name.partition("/")[2] for name in opened.getnames()}
     for folder, pattern in (("aot", "*.py"), ("sparse_aot", "*.p*"), ("tests", "*.py"), ("tools", "*.py")):
-        wanted = {
-            str(file.relative_to(checkout)) for file in (checkout / folder).rglob(pattern) if file.suffix != ".pyc"
-        }
-        assert wanted <= packed
+        found = (file.relative_to(checkout) for file in (checkout / folder).rglob(pattern) if file.suffix != ".pyc")
+        assert {str(file) for file in found if "build" not in file.parts} <= packed
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "cubins/MANIFEST.lock"} <= packed
     assert not [name for name in packed if name.endswith((".so", ".cubin", ".pyc"))]
 

@@ -51,6 +51,8 @@ def verify(out: Path) -> Iterator[Command]:
 
 def test(out: Path) -> Iterator[Command]:
     arguments = ["-q", "-m", "gpu", "tests/gpu", "--durations=15", f"--junitxml={out / 'test.xml'}"]
+    # A kernel that hangs: say which test it was, and end.
+    arguments += ["-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true"]
     yield [sys.executable, "-m", "pytest", *arguments], {}
 
 
@@ -76,7 +78,11 @@ def profile(out: Path) -> Iterator[Command]:
     yield ["ncu", "--import", report, "--page", "details"], {}
 
 
-STEPS = {step.__name__: step for step in (build, verify, test, bench, sanitize, profile)}
+def record(out: Path) -> Iterator[Command]:
+    yield [sys.executable, "tools/record.py", str(out / "record.npz")], {}
+
+
+STEPS = {step.__name__: step for step in (build, verify, test, bench, sanitize, profile, record)}
 DEFAULT_STEPS = ["build", "verify", "test", "bench"]
 
 
@@ -124,6 +130,7 @@ def run_step(name: str, out: Path) -> int:
 
 def echo(log, line: bytes) -> None:
     log.write(line)
+    log.flush()
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 

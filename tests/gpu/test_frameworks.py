@@ -103,6 +103,16 @@ def test_jax_results_that_are_still_being_computed_are_waited_for():
     assert torch.equal(torch.from_dlpack(out), want[0])
 
 
+def test_jax_arrays_of_the_host_run_in_the_simulator_and_agree_with_the_device():
+    jax = pytest.importorskip("jax")
+    want = run(contiguous_case("paged"))
+    case = converted(contiguous_case("paged"), lambda array: jax.dlpack.from_dlpack(array.cpu()))
+    results = run(case)
+    assert all(isinstance(result, jax.Array) for result in results)
+    for got, expected in zip(results, want, strict=True):
+        torch.testing.assert_close(torch.from_dlpack(got), expected.cpu(), rtol=2**-7, atol=2**-8)
+
+
 def test_one_call_may_mix_frameworks():
     cupy = pytest.importorskip("cupy")
     case = contiguous_case("paged")

@@ -3,20 +3,19 @@
 A mutation replaces one occurrence of a pattern in the PTX, or changes a tensor map. What caught it is part of the test.
 """
 
-import dataclasses
 import functools
-import re
 
 import ptxsim
 import pytest
-from kernels import simulated
 from reference import assert_lse_close, assert_out_close, make_case
-from test_attention_kernels import FORWARD, attention
+from simulated import BLACKWELL, HOPPER, SEEDS, attention, changed_maps, further, mutants, ptx, replaced
 
-SEEDS = range(3)
-KERNELS = [("sm_90a", 4), ("sm_100f", 16)]
+from aot.configs import ARCHS
+
+GROUPS = {"sm_90a": 4, "sm_100f": 16}  # G of the forward that is mutated
 NUMBERS = "numbers"
 ORDER = {"race", "async_early", "uninitialized", "mbarrier", "proxy_fence"}  # by whichever the seed meets first
+TENSOR = ORDER | {NUMBERS, "tensor_bounds"}
 
 
 @functools.cache
@@ -26,42 +25,26 @@ def case(g):
 
 
 @functools.cache
-def forward(arch, g):
-    return simulated(FORWARD[arch], arch, g=g, partial="bfloat16", temperature=False)
-
-
-@functools.cache
 def wanted(g):
     return case(g).reference()
 
 
-def caught_by(arch, g, text=None, **options):
-    """The check that stops the mutant, or "numbers", under the first seed that catches it; None: it survives."""
-    module = ptxsim.load(text) if text else None
+def run(arch, g, seed):
+    return attention(case(g), arch, partial="bfloat16", ctas=2, seed=seed, max_steps=3_000_000)
+
+
+def caught_by(arch, g):
+    """The check that stops a call, or "numbers", under the first seed that catches something; None: nothing does."""
     for seed in SEEDS:
         try:
-            out, lse, _, _ = attention(
-                case(g),
-                arch,
-                partial="bfloat16",
-                ctas=2,
-                seed=seed,
-                forward_module=module,
-                max_steps=3_000_000,
-                **options,
-            )
-            assert_lse_close(lse, wanted(g).lse)
-            assert_out_close(out, wanted(g))
+            got = run(arch, g, seed)
+            assert_lse_close(got.lse, wanted(g).lse)
+            assert_out_close(got.out, wanted(g))
         except ptxsim.SimulationError as stopped:
             return str(stopped).split(":")[0]
         except AssertionError:
             return NUMBERS
     return None
-
-
-def further(distance):
-    """Adds to the offset of an address."""
-    return lambda match: f"{match[1]}+{int(match[2] or 0) + distance}"
 
 
 def constant(change):
@@ -82,90 +65,95 @@ def leading_offset(bits):
 LOW_HALF = r"(or\.b64 \s*%rd\d+, %rd\d+, )(46116\d{14});"  # of matrix descriptors: the constants that the DSL adds
 HIGH_HALF = r"(mov\.b32 \s*%r\d+, )(107374\d{4});"
 
-# (name, pattern, replacement, what may catch it): one mutant for each occurrence of the pattern.
+# (name, architectures, pattern, replacement, what may catch it): a mutant for each occurrence of the pattern.
 EDITS = [
-    ("wait for an mbarrier dropped", r"mbarrier\.try_wait[^;]* P1, [^;]*;", "setp.eq.u32 P1, 0, 0;", ORDER),
-    ("arrival dropped", r"mbarrier\.arrive\.shared[^;]*;", "", {"deadlock"}),
-    ("arrival relaxed", r"mbarrier\.arrive\.shared", "mbarrier.arrive.relaxed.cta.shared", ORDER),
-    ("arrival twice", r"(mbarrier\.arrive\.shared[^;]*;)", r"\1 \1", ORDER | {"deadlock"}),
-    ("expected bytes halved", r"(expect_tx[^;]*), %r\d+;", r"\1, 8192;", {"mbarrier"}),
-    ("proxy fence dropped", r"fence\.proxy\.async[^;]*;", "", {"proxy_fence"}),
-    ("barrier dropped", r"bar\.sync[^;]*;", "", ORDER | {"tensor_bounds"}),
-    ("wgmma fence dropped", r"wgmma\.fence[^;]*;", "", {"in_flight_registers"}),
-    ("wgmma commit dropped", r"wgmma\.commit_group[^;]*;", "", {"in_flight_registers"}),
-    ("wgmma wait dropped", r"wgmma\.wait_group[^;]*;", "", {"in_flight_registers"}),
-    ("commit dropped", r"tcgen05\.commit[^;]*;", "", {"deadlock"}),
-    ("wait for stores dropped", r"tcgen05\.wait::st[^;]*;", "", ORDER),
-    ("tensor memory kept", r"tcgen05\.dealloc[^;]*;", "", {"tensor_leak"}),
-    ("product left out", r"tcgen05\.mma[^;]*;", "", ORDER | {NUMBERS}),
-    ("accumulator elsewhere", r"(tcgen05\.mma[^;\[]*\[%r\d+)(\+\d+)?", further(16), ORDER | {NUMBERS, "tensor_bounds"}),
-    ("load from elsewhere", r"(tcgen05\.ld[^;\[]*\[%r\d+)(\+\d+)?", further(16), ORDER | {NUMBERS, "tensor_bounds"}),
-    ("store elsewhere", r"(tcgen05\.st[^;\[]*\[%r\d+)(\+\d+)?", further(16), ORDER | {NUMBERS, "tensor_bounds"}),
-    ("wait for copies dropped", r"cp\.async\.wait_group[^;]*;", "", ORDER),
-    ("wait for bulk copies dropped", r"cp\.async\.bulk\.wait_group[^;]*;", "", {"async_early"}),
-    ("copy displaced", r"(cp\.async\.bulk\.tensor[^;\[]*\[%r\d+)(\+\d+)?", further(1024), ORDER | {"shared_bounds"}),
-    ("copy left out", r"cp\.async\.bulk\.tensor[^;]*;", "", {"deadlock"}),
-    ("descriptor: swizzle 64", HIGH_HALF, constant(lambda bits: bits ^ 3 << 30), ORDER | {NUMBERS}),
-    ("descriptor: no swizzle", HIGH_HALF, constant(lambda bits: bits ^ 1 << 30), ORDER | {NUMBERS}),
-    ("descriptor: stride offset", HIGH_HALF, constant(lambda bits: bits + 64), ORDER | {NUMBERS}),
-    ("descriptor: leading offset", LOW_HALF, constant(leading_offset), ORDER | {NUMBERS}),
-    ("descriptor: start", LOW_HALF, constant(lambda bits: bits + 2), ORDER | {NUMBERS}),
-    ("wgmma: A negated", r"(wgmma\.mma_async[^;]*), 1, 1, ", r"\1, -1, 1, ", {NUMBERS}),
-    ("wgmma: B transposed", r"(wgmma\.mma_async[^;]*), 1;", r"\1, 0;", ORDER | {NUMBERS}),
-    ("shuffle from elsewhere", r"shfl\.sync\.bfly(.*), 2, 31, -1;", r"shfl.sync.bfly\1, 4, 31, -1;", {NUMBERS}),
+    ("wait for an mbarrier dropped", ARCHS, r"mbarrier\.try_wait[^;]* P1, [^;]*;", "setp.eq.u32 P1, 0, 0;", ORDER),
+    ("arrival dropped", ARCHS, r"mbarrier\.arrive\.shared[^;]*;", "", {"deadlock"}),
+    ("arrival relaxed", ARCHS, r"mbarrier\.arrive\.shared", "mbarrier.arrive.relaxed.cta.shared", ORDER),
+    ("arrival twice", ARCHS, r"(mbarrier\.arrive\.shared[^;]*;)", r"\1 \1", ORDER | {"deadlock"}),
+    ("expected bytes halved", ARCHS, r"(expect_tx[^;]*), %r\d+;", r"\1, 8192;", {"mbarrier"}),
+    ("proxy fence dropped", ARCHS, r"fence\.proxy\.async[^;]*;", "", {"proxy_fence"}),
+    ("barrier dropped", ARCHS, r"bar\.sync[^;]*;", "", ORDER | {"tensor_bounds"}),
+    ("wgmma fence dropped", HOPPER, r"wgmma\.fence[^;]*;", "", {"in_flight_registers"}),
+    ("wgmma commit dropped", HOPPER, r"wgmma\.commit_group[^;]*;", "", {"in_flight_registers"}),
+    ("wgmma wait dropped", HOPPER, r"wgmma\.wait_group[^;]*;", "", {"in_flight_registers"}),
+    ("commit dropped", BLACKWELL, r"tcgen05\.commit[^;]*;", "", {"deadlock"}),
+    ("wait for stores dropped", BLACKWELL, r"tcgen05\.wait::st[^;]*;", "", ORDER),
+    ("tensor memory kept", BLACKWELL, r"tcgen05\.dealloc[^;]*;", "", {"tensor_leak"}),
+    ("product left out", BLACKWELL, r"tcgen05\.mma[^;]*;", "", ORDER | {NUMBERS}),
+    ("accumulator elsewhere", BLACKWELL, r"(tcgen05\.mma[^;\[]*\[%r\d+)(\+\d+)?", further(16), TENSOR),
+    ("load from elsewhere", BLACKWELL, r"(tcgen05\.ld[^;\[]*\[%r\d+)(\+\d+)?", further(16), TENSOR),
+    ("store elsewhere", BLACKWELL, r"(tcgen05\.st[^;\[]*\[%r\d+)(\+\d+)?", further(16), TENSOR),
+    ("wait for copies dropped", HOPPER, r"cp\.async\.wait_group[^;]*;", "", ORDER),
+    ("wait for bulk copies dropped", ARCHS, r"cp\.async\.bulk\.wait_group[^;]*;", "", {"async_early"}),
+    (
+        "copy displaced",
+        ARCHS,
+        r"(cp\.async\.bulk\.tensor[^;\[]*\[%r\d+)(\+\d+)?",
+        further(1024),
+        ORDER | {"shared_bounds"},
+    ),
+    ("copy left out", ARCHS, r"cp\.async\.bulk\.tensor[^;]*;", "", {"deadlock"}),
+    ("descriptor: swizzle 64", HOPPER, HIGH_HALF, constant(lambda bits: bits ^ 3 << 30), ORDER | {NUMBERS}),
+    ("descriptor: no swizzle", HOPPER, HIGH_HALF, constant(lambda bits: bits ^ 1 << 30), ORDER | {NUMBERS}),
+    ("descriptor: stride offset", HOPPER, HIGH_HALF, constant(lambda bits: bits + 64), ORDER | {NUMBERS}),
+    ("descriptor: leading offset", HOPPER, LOW_HALF, constant(leading_offset), ORDER | {NUMBERS}),
+    ("descriptor: start", HOPPER, LOW_HALF, constant(lambda bits: bits + 2), ORDER | {NUMBERS}),
+    ("wgmma: A negated", HOPPER, r"(wgmma\.mma_async[^;]*), 1,\s+1, ", r"\1, -1, 1, ", {NUMBERS}),
+    ("wgmma: B transposed", HOPPER, r"(wgmma\.mma_async[^;]*), 1;", r"\1, 0;", ORDER | {NUMBERS}),
+    ("shuffle from elsewhere", HOPPER, r"shfl\.sync\.bfly(.*), 2, 31, -1;", r"shfl.sync.bfly\1, 4, 31, -1;", {NUMBERS}),
 ]
 
 
 @functools.cache
-def executed_lines(arch, g):
-    """Lines of the forward's PTX that the case runs; a mutation of others can not show."""
-    runs = [attention(case(g), arch, partial="bfloat16", ctas=2, seed=seed)[3][0] for seed in SEEDS]
-    return frozenset.union(*(run.lines for run in runs))
+def forward(arch):
+    """(path, PTX, lines that the case runs) of an architecture's forward; a mutation of other lines can not show."""
+    launches = [run(arch, GROUPS[arch], seed).launches[0] for seed in SEEDS]
+    return launches[0].path, ptx(launches[0].path), frozenset.union(*(run.statistics.lines for run in launches))
 
 
 # How many of an edit's mutants change nothing, because other barriers imply the same order in this kernel.
 EQUIVALENT = {
     ("sm_100f", "arrival relaxed"): 1,  # of a reader of an item's words, whose later arrivals also release the read
-    (
-        "sm_100f",
-        "wait for an mbarrier dropped",
-    ): 1,  # for an item's words, which the products' warp has waited for before
+    ("sm_100f", "wait for an mbarrier dropped"): 1,  # for an item's words, which the products' warp has waited for
 }
 
 
-def mutants(arch, g, pattern, replacement):
-    text = forward(arch, g).text
-    for match in re.finditer(pattern, text):
-        if text.count("\n", 0, match.start()) + 1 not in executed_lines(arch, g):
-            continue
-        changed = replacement(match) if callable(replacement) else match.expand(replacement)
-        if changed is not None:
-            yield text[: match.start()] + changed + text[match.end() :]
+def test_the_kernel_itself_is_not_caught(arch):
+    assert caught_by(arch, GROUPS[arch]) is None
 
 
-@pytest.mark.parametrize("arch, g", KERNELS)
-def test_the_kernel_itself_is_not_caught(arch, g):
-    assert caught_by(arch, g) is None
-
-
-@pytest.mark.parametrize("name, pattern, replacement, catchers", EDITS, ids=[edit[0] for edit in EDITS])
-@pytest.mark.parametrize("arch, g", KERNELS)
-def test_no_mutant_survives(arch, g, name, pattern, replacement, catchers):
-    survivors = []
-    for i, text in enumerate(mutants(arch, g, pattern, replacement)):
-        caught = caught_by(arch, g, text)
+@pytest.mark.parametrize(
+    "arch, name, pattern, replacement, catchers",
+    [(arch, name, *edit) for name, archs, *edit in EDITS for arch in archs],
+    ids=[f"{arch}-{name}" for name, archs, *_ in EDITS for arch in archs],
+)
+def test_no_mutant_survives(arch, name, pattern, replacement, catchers):
+    path, text, lines = forward(arch)
+    survivors, tried = [], 0
+    for tried, mutant in enumerate(mutants(text, lines, pattern, replacement), 1):
+        with replaced(path, mutant):
+            caught = caught_by(arch, GROUPS[arch])
         if caught is None:
-            survivors.append(i)
+            survivors.append(tried)
         else:
-            assert caught in catchers, f"mutant {i} ({name}) was caught by {caught}"
+            assert caught in catchers, f"mutant {tried} ({name}) was caught by {caught}"
+    assert tried, "the pattern is in no line that runs"
     assert len(survivors) <= EQUIVALENT.get((arch, name), 0), f"mutants survive ({name}): {survivors}"
 
 
-def test_there_are_enough_mutants():
-    texts = [text for arch, g in KERNELS for edit in EDITS for text in mutants(arch, g, *edit[1:3])]
-    assert len(texts) == len(set(texts)) >= 100
+def test_there_are_enough_mutants(arch):
+    _, text, lines = forward(arch)
+    edits = [edit for _, archs, *edit, _ in EDITS if arch in archs]
+    made = [mutant for edit in edits for mutant in mutants(text, lines, *edit)]
+    assert len(made) == len(set(made)) >= 75
 
 
-@pytest.mark.parametrize("parameter", ["q_map", "k_map", "v_map"])
-def test_a_wrong_swizzle_of_a_tensor_map_shows_in_the_numbers(parameter):
-    assert caught_by("sm_90a", 16, edit_map=(parameter, lambda kind: dataclasses.replace(kind, swizzle=0))) == NUMBERS
+@pytest.mark.parametrize("number", range(3), ids=["q", "k", "v"])
+def test_a_wrong_swizzle_of_a_tensor_map_shows_in_the_numbers(arch, number):
+    def change(made, arguments):
+        if made == number:
+            arguments["swizzle"] = 0
+
+    with changed_maps(change):
+        assert caught_by(arch, 16) == NUMBERS

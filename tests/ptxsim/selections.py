@@ -1,0 +1,104 @@
+"""Inputs of the functions that make CSR and schedule, and their results by name."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from reference import BLOCK, check_schedule, csr, offsets, ragged, random_q2k
+from simulated import TOPK, G
+
+from sparse_aot import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
+
+WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_totals")
+SPLIT_ARRAYS = ("qsplit_indices", "split_counts", "split_entries")
+
+
+@dataclass
+class Selection:
+    """What the functions take: blocks of each token, lengths, group size, and rows that no sequence has at the end."""
+
+    q2k: np.ndarray
+    lens_q: np.ndarray
+    lens_k: np.ndarray
+    g: int = 4
+    empty_rows: int = 0
+
+    def __post_init__(self):
+        self.cu_q, self.cu_k = offsets(self.lens_q), offsets(self.lens_k)
+        self.head_kv, self.total_q, self.topk = self.q2k.shape
+        self.total_rows = int((-(-np.asarray(self.lens_k) // BLOCK)).sum()) + self.empty_rows
+
+    def build(self, return_schedule=True):
+        """The results by name."""
+        row_ptr, q_indices, *schedule = build_k2q_csr(
+            self.q2k,
+            self.cu_q,
+            self.cu_k,
+            total_k=int(self.cu_k[-1]),
+            total_rows=self.total_rows,
+            qhead_per_kv=self.g,
+            return_schedule=return_schedule,
+        )
+        return {"k2q_row_ptr": row_ptr, "k2q_q_indices": q_indices} | (by_name(*schedule) if schedule else {})
+
+    def prepare(self, k2q_row_ptr, k2q_q_indices, **_):
+        """The arrays by name of the schedule that is made from a CSR."""
+        schedule = prepare_sparse_fwd_schedule_and_split(
+            k2q_row_ptr=k2q_row_ptr,
+            k2q_q_indices=k2q_q_indices,
+            k2q_qsplit_indices=np.full((self.head_kv, self.total_q * self.topk), 77, np.int32),
+            split_counts=np.full((self.total_q, self.head_kv), 77, np.int32),
+            cu_seqlens_q=self.cu_q,
+            cu_seqlens_k=self.cu_k,
+            total_q=self.total_q,
+            max_seqlen_q=None,
+            topk=self.topk,
+            head_kv=self.head_kv,
+            qhead_per_kv=self.g,
+            blk_kv=BLOCK,
+            device="cpu",
+            enabled=True,
+        )
+        return by_name(schedule)
+
+    def check(self, got):
+        """What is in the CSR and in the schedule, if there is one, is right."""
+        want = csr(self.q2k, self.cu_q, self.cu_k, self.total_rows)
+        wanted = {"k2q_row_ptr": want.row_ptr, "k2q_q_indices": want.q_indices}
+        if "items" in got:
+            wanted |= {"qsplit_indices": want.qsplit_indices, "split_counts": want.split_counts}
+            wanted |= {"split_entries": want.split_entries(self.topk)}
+            check_schedule(got["items"], len(got["items"]), got["target_q_per_cta"], want)
+        assert_same({name: got[name] for name in wanted}, wanted)
+
+
+def by_name(schedule):
+    """Everything that a schedule holds, the items that exist only."""
+    names = ("work_count", *SPLIT_ARRAYS, *WALK_ARRAYS, "target_q_per_cta", "work_capacity")
+    count = int(schedule.work_count[0])
+    assert 0 <= count <= schedule.work_capacity == len(schedule.scheduler_metadata)
+    return {name: getattr(schedule, name) for name in names} | {"items": schedule.scheduler_metadata[:count]}
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        assert getattr(got[name], "dtype", None) == getattr(array, "dtype", None)
+        np.testing.assert_array_equal(got[name], array, name)
+
+
+def random_selection(seed, batch, max_q, max_k, head_kv, topk, g=4, padding=0, **options):
+    """Lengths and blocks as tests/reference.py draws them, and ``padding`` tokens of no sequence that name blocks."""
+    rng = np.random.default_rng(seed)
+    lens_q, lens_k = ragged(rng, batch, max_q, max_k) if batch > 1 else ([max_q], [max_k])
+    q2k = random_q2k(rng, lens_q, lens_k, head_kv, topk)
+    q2k = np.concatenate([q2k, np.zeros((head_kv, padding, topk), np.int32)], axis=1)
+    return Selection(q2k, lens_q, lens_k, g, **options)
+
+
+def any_selection(seed):
+    rng = np.random.default_rng(seed)
+    batch = int(rng.choice([1, 2, 3, 17, 200]))
+    head_kv, topk, g = int(rng.integers(1, 4)), int(rng.choice(TOPK)), int(rng.choice(G))
+    sizes = (batch, 1 + 600 // batch, 1 + int(rng.choice([3000, 100_000])) // batch)
+    padding, empty_rows = int(rng.choice([0, 3])), int(rng.choice([0, 5, 300]))
+    return random_selection(seed, *sizes, head_kv, topk, g, padding, empty_rows=empty_rows)

@@ -1,0 +1,37 @@
+"""Simulator and hardware agree: the results that ``tools/record.py`` kept of an H200, element by element.
+
+They may differ by the order of float32 sums in the tensor cores and by the approximate exponential (2 ulp of float32),
+which now and then rounds a probability, or a partial result, to the other neighbour in bfloat16.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_aot import sim
+from tools.record import RECORD, cases, results
+
+
+def bfloat16(bits):
+    return torch.from_numpy(bits).view(torch.bfloat16).float().numpy()
+
+
+@pytest.mark.parametrize("name, case", [*cases()], ids=[name for name, _ in cases()])
+def test_the_simulator_agrees_with_an_h200(monkeypatch, name, case):
+    monkeypatch.setattr(sim.options, "arch", "sm_90a")
+    ran = []
+    run = sim.run
+    monkeypatch.setattr(sim, "run", lambda entry, *arguments: (ran.append(entry["name"]), run(entry, *arguments))[1])
+    recorded = np.load(RECORD)
+    simulated = results(**case, device="cpu")
+    assert {f"fwd-bf16-g{case['g']}-p{tag}{tail}" for tag in ran_tags(case) for tail in ("", "-temperature")} <= {*ran}
+    for lse in ("lse", "lse_temperature"):
+        np.testing.assert_allclose(simulated[lse], recorded[f"{name}/{lse}"], rtol=1e-6, atol=2e-6)
+    got, want = bfloat16(simulated["out"]), bfloat16(recorded[f"{name}/out"])
+    differing = simulated["out"] != recorded[f"{name}/out"]
+    assert differing.mean() < 0.01
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-8)
+
+
+def ran_tags(case):
+    return [{"float32": "f32", "bfloat16": "bf16"}[partial] for partial in case["partial_dtypes"]]

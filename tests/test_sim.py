@@ -1,0 +1,138 @@
+"""The CPU backend: what it needs, what it refuses, and that arrays on a device never meet it."""
+
+import json
+import re
+import sys
+import zipfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+from calls import Call
+from stub_driver import REAL_BUNDLE, DeviceArray, on_stub
+
+from sparse_aot import BundleError, build_k2q_csr, sim, sparse_atten_func
+from sparse_aot._bundle import Bundle
+
+pytestmark = pytest.mark.skipif(not (REAL_BUNDLE / "ptx.zip").exists(), reason="no bundle built in this checkout")
+
+CU_SEQLENS_Q = np.array([0, 9, 20], np.int32)
+CU_SEQLENS_K = np.array([0, 140, 300], np.int32)
+Q2K = np.tile(np.array([1, -1, 0, 5], np.int32), (2, 20, 1))
+
+
+def call(convert=lambda array: array, **changes):
+    """One call of NumPy arrays, each of which goes through ``convert`` first."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        convert(rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16))
+        for shape in ((20, 4, 128), (300, 2, 128), (300, 2, 128))
+    )
+    cu_q, cu_k = convert(CU_SEQLENS_Q), convert(CU_SEQLENS_K)
+    row_ptr, q_indices, schedule = build_k2q_csr(
+        convert(Q2K), cu_q, cu_k, total_k=300, qhead_per_kv=2, return_schedule=True
+    )
+    arguments = {"causal": True, "schedule": schedule, "return_softmax_lse": True, "max_seqlen_q": 11} | changes
+    return sparse_atten_func(
+        q, k, v, row_ptr, q_indices, 4, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_k=160, **arguments
+    )
+
+
+def foreign(array):
+    """An array of a type that has ``__dlpack__`` and a ``from_dlpack`` in its module, and nothing else."""
+    bfloat16 = array.dtype == ml_dtypes.bfloat16
+    return DeviceArray(array.view(np.int16) if bfloat16 else array, bfloat16=bfloat16, device=(1, 0))
+
+
+def test_results_are_of_the_type_that_went_in():
+    out, lse = call()
+    assert type(out) is type(lse) is np.ndarray
+    assert (out.dtype, out.shape, lse.dtype, lse.shape) == (ml_dtypes.bfloat16, (20, 4, 128), np.float32, (20, 4))
+    assert np.isfinite(lse).all()
+    foreign_out, foreign_lse = call(foreign)
+    assert type(foreign_out) is type(foreign_lse) is DeviceArray
+    np.testing.assert_array_equal(foreign_out.host, out.view(np.int16))
+    np.testing.assert_array_equal(foreign_lse.host, lse)
+
+
+def test_csr_and_schedule_of_host_arrays_stay_host_code_unless_asked(monkeypatch):
+    launches = []
+    monkeypatch.setattr(sim, "run", lambda entry, *arguments: launches.append(entry["operation"]))
+    build_k2q_csr(Q2K, CU_SEQLENS_Q, CU_SEQLENS_K, total_k=300, return_schedule=True)
+    assert launches == []
+    monkeypatch.setattr(sim.options, "csr", True)
+    build_k2q_csr(Q2K, CU_SEQLENS_Q, CU_SEQLENS_K, total_k=300, return_schedule=True)
+    assert launches[0] == "csr_rows" and launches[-1] == "schedule_fill"
+
+
+def test_the_environment_sets_the_options(monkeypatch):
+    assert sim.Options.from_environment() == sim.Options("sm_90a", csr=False, seed=0)
+    for name, value in (("ARCH", "sm_100f"), ("CSR", "1"), ("SEED", "7")):
+        monkeypatch.setenv(f"SPARSE_AOT_SIM_{name}", value)
+    assert sim.Options.from_environment() == sim.Options("sm_100f", csr=True, seed=7)
+
+
+def test_an_architecture_that_the_bundle_does_not_have_is_refused(monkeypatch):
+    monkeypatch.setattr(sim.options, "arch", "sm_75")
+    with pytest.raises(NotImplementedError, match=r"the simulator for sm_75: no kernels for it.*sm_100f, sm_90a"):
+        call()
+
+
+def test_without_the_simulator_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(sim, "find_simulator", lambda: None)
+    with pytest.raises(NotImplementedError, match=r"arrays on the host: .*pip install 'sparse-aot\[sim\]'"):
+        call()
+
+
+def damaged_bundle(folder, change):
+    """The real manifest beside a ``ptx.zip`` with one member, changed; (the bundle, the member's entry)."""
+    manifest = json.loads((REAL_BUNDLE / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    entry = manifest["configurations"][0]
+    name = f"{entry['arch']}/{entry['name']}"
+    with zipfile.ZipFile(REAL_BUNDLE / "ptx.zip") as original, zipfile.ZipFile(folder / "ptx.zip", "w") as archive:
+        for member, text in change(f"{name}.ptx", original.read(f"{name}.ptx")):
+            archive.writestr(member, text)
+    return Bundle(folder), entry
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda member, text: [(member, text.replace(b"add", b"sub", 1))], "is not what .*cubin was assembled from"),
+        (lambda member, text: [("another.ptx", text)], "no PTX of"),
+    ],
+    ids=["changed", "missing"],
+)
+def test_ptx_that_is_not_of_the_bundle_is_refused(tmp_path, monkeypatch, change, message):
+    monkeypatch.setattr(sim, "modules", {})
+    sim.find_simulator()
+    with pytest.raises(BundleError, match=f"{tmp_path / 'ptx.zip'}: .*{message}"):
+        sim.load(*damaged_bundle(tmp_path, change))
+
+
+def test_ptx_comes_with_the_simulator_where_the_bundle_has_none(tmp_path, monkeypatch):
+    (tmp_path / "manifest.json").write_text((REAL_BUNDLE / "manifest.json").read_text())
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "ptx.zip").write_bytes((REAL_BUNDLE / "ptx.zip").read_bytes())
+    monkeypatch.setattr(sim, "modules", {})
+    monkeypatch.setattr(sim.find_simulator(), "__file__", str(tmp_path / "site" / "__init__.py"))
+    bundle = Bundle(tmp_path)
+    sim.load(bundle, bundle.configurations[0])
+    assert list(sim.modules) == [f"{bundle.configurations[0]['arch']}/{bundle.configurations[0]['name']}"]
+
+
+def test_the_readme_example_runs(monkeypatch):
+    readme = (REAL_BUNDLE.parent / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(import numpy as np\n.*?)```", readme, re.DOTALL)
+    monkeypatch.setattr(sim.options, "arch", sim.options.arch)  # the example changes it
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["out"].dtype == ml_dtypes.bfloat16 and names["out"].shape == names["q"].shape
+    assert np.isfinite(names["out"].astype(np.float32)).all()
+
+
+@on_stub
+def test_arrays_on_a_device_never_load_the_simulator():
+    Call().run()
+    assert "ptxsim" not in sys.modules
