@@ -3,6 +3,7 @@
 Importing this needs no GPU, no driver and no array framework; a kernel is loaded on its first use on a device.
 """
 
+from sparse_aot import sim
 from sparse_aot._attention import sparse_atten_func
 from sparse_aot._bundle import BundleError, preload
 from sparse_aot._csr import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
@@ -17,6 +18,7 @@ __all__ = [
     "build_k2q_csr",
     "preload",
     "prepare_sparse_fwd_schedule_and_split",
+    "sim",
     "sparse_atten_func",
 ]
 

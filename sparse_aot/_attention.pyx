@@ -23,6 +23,7 @@ from sparse_aot._dlpack cimport (
     check_rank,
     check_writable,
     dtype_name,
+    element_count,
     integer,
     open_call,
 )
@@ -206,7 +207,7 @@ cdef int _check_int32(str name, const View* view, int ndim) except -1:
 cdef int _check_steps(str name, const View* view, int n_dims, int64_t multiple) except -1:
     """The strides of the first ``n_dims`` dimensions; that of a dimension of one element says nothing."""
     cdef int dim
-    for dim in range(n_dims):
+    for dim in range(n_dims if element_count(view) else 0):
         if view.shape[dim] > 1 and (view.strides[dim] <= 0 or view.strides[dim] % multiple):
             raise ValueError(
                 f"{name}: expected a positive stride that is a multiple of {multiple} elements in dimension {dim}, got "
@@ -642,7 +643,7 @@ def sparse_atten_func(
 
     Arrays are any objects on one CUDA device that speak DLPack. On host arrays the same kernels run in a simulator, for
     trying and testing, where it is installed (``sparse_aot.sim``). Nothing is read back from the device: token numbers,
-    page numbers and lengths that are out of range are ignored (``SPARSE_AOT_VALIDATE=1`` in the environment at import
+    page numbers and lengths that are out of range are ignored (host code of CSR and schedule checks them; ``SPARSE_AOT_VALIDATE=1`` in the environment at import
     makes them errors). Forward only: results carry no gradient.
 
     Args:
@@ -685,6 +686,8 @@ def sparse_atten_func(
         NotImplementedError: no kernel for the dtypes, ``G``, ``topk``, ``blk_kv`` or device; host arrays without the
             simulator.
         CudaError: the driver refused; the message has its name for the error, the kernel and the launch.
+        BundleError: the kernel's file, or its PTX for the simulator, is damaged or missing.
+        sparse_aot.sim.SimulationError: a kernel did on host arrays what the simulator checks for.
     """
     cdef Problem p
     cdef Buffer new_out = None

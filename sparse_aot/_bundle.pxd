@@ -10,12 +10,13 @@ A launch sequence registers the parameters that it packs, once, at import; gets 
 
 get_kernel builds a dict key: where host time counts, keep the Kernel in a dict of your own keyed by an int. To release
 the GIL once around several launches, call `enqueue` and hand a result that is not CUDA_SUCCESS to `failed`.
-The device's context must be current, as it is while a Call lives. On a call of host arrays the kernel runs in the
-simulator instead, before the call returns:
-
-    kernel.simulate(work, call.memory, params)
+The device's context must be current, as it is while a Call lives.
 
     encode_tensor_map(&map, kernel.maps[0], ...)   maps[i] is the format of the i-th tensor_map parameter
+
+On a call of host arrays the kernel runs in the simulator instead, before it returns; maps are then the simulator's:
+
+    kernel.simulate(work, call.memory, params)
 """
 
 from cuda.bindings cimport cydriver

@@ -111,7 +111,7 @@ class Bundle:
 
     def architecture(self, device):
         """The architecture in the bundle that runs on a device, or None."""
-        arch = device.simulated or _architecture(device.capability)
+        arch = _architecture(device.capability) if device.simulated is None else device.simulated
         return arch if arch in self.architectures else None
 
     def find(self, device, operation, options):

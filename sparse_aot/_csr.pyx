@@ -547,8 +547,7 @@ def build_k2q_csr(
     check_rank("q2k_indices", &view, 3)
     check_dtype("q2k_indices", &view, INT32)
     check_alignment("q2k_indices", &view, 4)
-    if element_count(&view):  # NumPy gives empty arrays strides of 0
-        check_last_dim_contiguous("q2k_indices", &view)
+    check_last_dim_contiguous("q2k_indices", &view)
     set_sizes(&shape, view.shape[0], view.shape[1], view.shape[2])
     v.q2k_indices = <int64_t>view.data
     v.q2k_stride_head = view.strides[0]

@@ -83,7 +83,7 @@ cdef Producer _producer_of(object array):
         producer = Producer.__new__(Producer)
         producer.kind = kind
         producer.api = _exchange_api(kind)
-        producer.root = kind.__module__.partition(".")[0]
+        producer.root = "numpy" if issubclass(kind, numpy.ndarray) else kind.__module__.partition(".")[0]
         _producers[kind] = producer
     _last_producer = producer
     return producer
@@ -182,9 +182,11 @@ cdef str _where(int device_type, int device_id):
 
 
 cdef int _read_numpy(str name, object array, View* view) except -1:
-    """An array of a dtype of ml_dtypes goes as integers of the same size, whose strides are the same."""
+    """An array of a dtype of ml_dtypes goes as integers of the same size and byte order, whose strides are the same."""
     cdef int dtype = _NUMPY_DTYPES.get(array.dtype.name, 0)
-    capsule = _export(name, array.view(f"u{array.dtype.itemsize}") if dtype else array, None)
+    if dtype:
+        array = array.view(numpy.dtype(f"u{array.dtype.itemsize}").newbyteorder(array.dtype.byteorder))
+    capsule = _export(name, array, None)
     _read_capsule(name, capsule, view)
     if dtype:
         view.dtype = dtype
@@ -341,7 +343,8 @@ cdef class Call:
         if self.on_host:
             self.reach("scratch" if dtype == UINT8 else "result", &buffer.view)
             if self.device is not None:  # so that what a kernel fails to write shows
-                garbage = 0x5A if dtype in (INT32, INT64) else 0xFF  # as floats NaN; -1 could be what had to be written
+                # NaN; but no -1, which could be what has to be written.
+                garbage = 0xFF if dtype in (BFLOAT16, FLOAT32) else 0x5A
                 memset(buffer.view.data, garbage, element_count(&buffer.view) * (dtype & 0xFF) // 8)
         return buffer
 
@@ -523,7 +526,9 @@ cdef DLManagedTensorVersioned* _allocate(Call call, const DLTensor* prototype) e
     pooled.legacy.deleter = _free_legacy
     n_bytes = (count * tensor.dtype.bits + 7) // 8
     if call.on_host:
-        tensor.data = aligned_alloc(HOST_ALIGNMENT, (n_bytes + HOST_ALIGNMENT - 1) // HOST_ALIGNMENT * HOST_ALIGNMENT) if count else NULL
+        if count:
+            padded = (n_bytes + HOST_ALIGNMENT - 1) // HOST_ALIGNMENT * HOST_ALIGNMENT
+            tensor.data = aligned_alloc(HOST_ALIGNMENT, padded)
         if count and tensor.data is NULL:
             free(pooled)
             raise MemoryError()
@@ -669,7 +674,8 @@ cdef int check_contiguous(str name, const View* view) except -1:
 
 cdef int check_last_dim_contiguous(str name, const View* view) except -1:
     cdef int dim = view.ndim - 1
-    if view.shape[dim] > 1 and view.strides[dim] != 1:
+    # NumPy gives empty arrays strides of 0.
+    if view.shape[dim] > 1 and view.strides[dim] != 1 and element_count(view):
         raise ValueError(f"{name}: expected a contiguous last dimension, got stride {view.strides[dim]}")
     return 0
 

@@ -35,7 +35,7 @@ def main(argv=None):
         from sparse_aot.demo import run_demo
 
         return run_demo()
-    except (_bundle.BundleError, _driver.CudaError) as error:
+    except RuntimeError as error:  # BundleError, CudaError, SimulationError, a simulator that does not compile
         print(f"sparse-aot: {error}", file=sys.stderr)
         return 1
 
@@ -62,7 +62,7 @@ def print_info(as_json):
             }
             for device in _driver.describe_devices()
         ],
-        "simulator": sim.is_installed(),
+        "simulator": sim.is_installed() and sim.find_ptx(bundle) is not None,
     }
     if as_json:
         print(json.dumps(info, indent=2))
@@ -95,10 +95,27 @@ def _installed(distribution):
 def print_verified():
     bundle = _bundle.get_bundle()
     damage = list(find_damage(bundle))
+    print_damage(bundle.folder, "cubins", bundle, damage)
+    if ptx := sim.find_ptx(bundle):
+        ptx_damage = list(find_ptx_damage(bundle))
+        print_damage(ptx, "kernels' PTX", bundle, ptx_damage)
+        damage += ptx_damage
+    return 1 if damage else 0
+
+
+def print_damage(where, what, bundle, damage):
     for problem in damage:
         print(problem, file=sys.stderr)
-    print(f"{bundle.folder}: {len(bundle.configurations)} cubins, {len(damage)} damaged")
-    return 1 if damage else 0
+    print(f"{where}: {len(bundle.configurations)} {what}, {len(damage)} damaged")
+
+
+def find_ptx_damage(bundle):
+    """One message for each kernel whose PTX is not what its cubin was assembled from."""
+    for entry in bundle.configurations:
+        try:
+            sim.read_ptx(bundle, entry)
+        except _bundle.BundleError as error:
+            yield str(error)
 
 
 def find_damage(bundle):

@@ -2,9 +2,9 @@
 
 The public functions take host arrays (NumPy, torch, JAX on the CPU, ...) as they take those of a CUDA device:
 parameters, descriptors and grids are made by the same code, and the PTX is what the cubins of the bundle were assembled
-from. It takes seconds where a GPU takes microseconds, and checks what a GPU does not: every access to global, shared
-and tensor memory, races, and the order of asynchronous copies and products (``ptxsim.CHECKS``); a violation raises
-``ptxsim.SimulationError``. CSR and schedule of host arrays are compiled host code unless ``options.csr`` says
+from. A small call takes a fraction of a second, and what a GPU does not check is checked: every access to global,
+shared and tensor memory, races, and the order of asynchronous copies and products (``ptxsim.CHECKS``). A violation
+raises ``SimulationError``. CSR and schedule of host arrays are compiled host code unless ``options.csr`` says
 otherwise.
 
 Simulator and PTX come with the distribution ``sparse-aot-sim``, the extra ``sparse-aot[sim]``; in a checkout they are
@@ -24,19 +24,23 @@ PTX = "ptx.zip"
 CHECKOUT = Path(__file__).resolve().parents[1] / "tools" / "ptxsim"  # where a checkout has the package ptxsim
 
 
-@dataclass
+class SimulationWarning(UserWarning):
+    """Said once in a process: kernels run in the simulator."""
+
+
+@dataclass(slots=True)
 class Options:
     """What simulated calls do; change the fields of ``sparse_aot.sim.options``.
 
     Attributes:
         arch: the architecture whose kernels run; at first ``SPARSE_AOT_SIM_ARCH`` of the environment, else "sm_90a".
-        csr: whether the kernels of CSR and schedule run too, instead of host code with the same results; at first
-            whether ``SPARSE_AOT_SIM_CSR`` is 1.
+        csr: whether the kernels of CSR and schedule run too, instead of host code with the same results, which also
+            checks values; at first whether ``SPARSE_AOT_SIM_CSR`` is 1.
         seed: chooses the interleaving of warps and when asynchronous operations take effect; at first
             ``SPARSE_AOT_SIM_SEED``, else 0.
         multiprocessors: of the device, and so the CTAs of a persistent kernel.
         off: names of checks to leave out.
-        max_steps: stop a kernel after so many warp instructions; 0: never.
+        max_steps: a kernel that executes more warp instructions raises SimulationError; 0: never.
     """
 
     arch: str = "sm_90a"
@@ -48,12 +52,24 @@ class Options:
 
     @classmethod
     def from_environment(cls):
-        """The options that the environment asks for."""
-        found = cls()
-        found.arch = os.environ.get("SPARSE_AOT_SIM_ARCH") or found.arch
-        found.csr = os.environ.get("SPARSE_AOT_SIM_CSR") == "1"
-        found.seed = int(os.environ.get("SPARSE_AOT_SIM_SEED") or found.seed)
-        return found
+        """The options that the environment asks for; their values are checked when they are used."""
+        seed = os.environ.get("SPARSE_AOT_SIM_SEED") or "0"
+        return cls(
+            arch=os.environ.get("SPARSE_AOT_SIM_ARCH") or cls().arch,
+            csr=os.environ.get("SPARSE_AOT_SIM_CSR") == "1",
+            seed=int(seed) if seed.isdecimal() else seed,
+        )
+
+    def check(self):
+        """Raise ValueError, which names the field, where one has a value that it cannot have."""
+        if not isinstance(self.arch, str):
+            raise ValueError(f"sim.options.arch: expected the name of an architecture, got {self.arch!r}")
+        if isinstance(self.off, str):
+            raise ValueError(f"sim.options.off: expected a tuple of names, got {self.off!r}")
+        for name, low, high in (("seed", 0, 2**64 - 1), ("multiprocessors", 1, 1024), ("max_steps", 0, 2**64 - 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"sim.options.{name}: expected an integer from {low} to {high}, got {value!r}")
 
 
 options = Options.from_environment()
@@ -61,6 +77,12 @@ modules = {}  # "arch/name" of a configuration -> its ptxsim.Module
 _lock = threading.RLock()
 _ptxsim = None  # the simulator, once it is needed
 _said = False
+
+
+def __getattr__(name):
+    if name == "SimulationError" and find_simulator() is not None:
+        return _ptxsim.SimulationError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def is_installed():
@@ -88,13 +110,31 @@ def find_simulator():
 
 
 def choose_device():
-    """(architecture, multiprocessors) of the device to simulate."""
+    """(architecture, multiprocessors) of the device to simulate. Says once that it is one."""
+    global _said
     if find_simulator() is None:
         raise NotImplementedError(
             "arrays on the host: kernels run on CUDA devices, or in the simulator, which is not installed: "
-            "pip install 'sparse-aot[sim]'"
+            "pip install 'sparse-aot[sim]', or ./tools/ptxsim in a checkout"
         )
+    options.check()
+    if not _said:
+        warnings.warn(
+            f"the arrays are on the host, so kernels of {options.arch} run in a simulator, which is for trying and "
+            "testing only",
+            SimulationWarning,
+            stacklevel=2,
+        )
+        _said = True
     return options.arch, options.multiprocessors
+
+
+def find_ptx(bundle):
+    """The archive with the PTX of a bundle: beside the manifest, where a build in a checkout puts it, or in the wheel
+    of the simulator; None where there is neither."""
+    spec = importlib.util.find_spec("ptxsim")
+    folders = [bundle.folder, *map(Path, spec.submodule_search_locations if spec else ())]
+    return next((folder / PTX for folder in folders if (folder / PTX).is_file()), None)
 
 
 def read_ptx(bundle, entry):
@@ -104,14 +144,16 @@ def read_ptx(bundle, entry):
     from sparse_aot._bundle import BundleError
 
     name = f"{entry['arch']}/{entry['name']}"
-    # A build in a checkout puts it beside the manifest; a wheel of the simulator carries it in the package.
-    path = bundle.folder / PTX
-    if not path.is_file():
-        path = Path(find_simulator().__file__).parent / PTX
+    path = find_ptx(bundle)
+    if path is None:
+        raise BundleError(
+            f"{bundle.folder / PTX}: no PTX for the simulator; `python -m aot build` writes it, and the wheel "
+            "sparse-aot-sim carries that of the package's own bundle"
+        )
     try:
         with zipfile.ZipFile(path) as archive:
             text = archive.read(f"{name}.ptx")
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged archive raises errors of every module that has a part in reading it
         raise BundleError(f"{path}: no PTX of {name}: {error}") from error
     if hashlib.sha256(text).hexdigest() != entry.get("ptx_sha256"):
         raise BundleError(f"{path}: the PTX of {name} is not what {bundle.folder / entry['file']} was assembled from")
@@ -134,17 +176,9 @@ def load(bundle, entry):
 
 
 def run(entry, grid, params, memory):
-    """Run a kernel to its end, on the bytes of each parameter; see ``ptxsim.Module.launch``. Says once what it does."""
+    """Run a kernel to its end, on the bytes of each parameter; see ``ptxsim.Module.launch``."""
     from sparse_aot._bundle import get_bundle
 
-    global _said
-    if not _said:
-        _said = True
-        warnings.warn(
-            f"sparse_aot: the arrays are on the host, so kernels of {entry['arch']} run in a simulator, which is for "
-            "trying and testing only",
-            stacklevel=2,
-        )
     load(get_bundle(), entry)
     return modules[f"{entry['arch']}/{entry['name']}"].launch(
         entry["symbol"],

@@ -1,7 +1,9 @@
-"""The CPU backend: what it needs, what it refuses, and that arrays on a device never meet it."""
+"""Calls on host arrays: what they need and refuse, and that arrays on a device never meet the simulator."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 import zipfile
 
@@ -72,6 +74,74 @@ def test_the_environment_sets_the_options(monkeypatch):
     assert sim.Options.from_environment() == sim.Options("sm_100f", csr=True, seed=7)
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [("arch", None), ("seed", "abc"), ("seed", -1), ("multiprocessors", 0), ("max_steps", 0.5), ("off", "race")],
+)
+def test_options_that_cannot_be_are_named(monkeypatch, field, value):
+    monkeypatch.setattr(sim.options, field, value)
+    with pytest.raises(ValueError, match=f"sim.options.{field}: expected .*, got {value!r}"):
+        call()
+    with pytest.raises(AttributeError):
+        sim.options.architecture = "sm_100f"
+
+
+def test_a_seed_that_is_none_does_not_keep_the_package_from_being_imported(monkeypatch):
+    monkeypatch.setenv("SPARSE_AOT_SIM_SEED", "abc")
+    assert sim.Options.from_environment().seed == "abc"  # and a call names it
+
+
+@pytest.mark.parametrize("lengths", [(0, 300), (20, 0)], ids=["no queries", "no keys"])
+def test_empty_numpy_arrays_are_right_arguments(lengths):
+    total_q, total_k = lengths
+    q, k = (np.zeros((n, heads, 128), ml_dtypes.bfloat16) for n, heads in ((total_q, 4), (total_k, 2)))
+    cu_q, cu_k = np.array([0, total_q], np.int32), np.array([0, total_k], np.int32)
+    q2k = np.zeros((2, total_q, 4), np.int32)
+    row_ptr, q_indices, schedule = build_k2q_csr(q2k, cu_q, cu_k, total_k=total_k, qhead_per_kv=2, return_schedule=True)
+    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": total_q, "max_seqlen_k": total_k}
+    out = sparse_atten_func(q, k, k, row_ptr, q_indices, 4, schedule=schedule, **options)
+    assert out.shape == q.shape and not out.astype(np.float32).any()
+
+
+def test_a_subclass_of_ndarray_is_a_numpy_array_and_another_byte_order_is_refused():
+    class Subclass(np.ndarray):
+        pass
+
+    out, _ = call(lambda array: array.view(Subclass))
+    np.testing.assert_array_equal(out, call()[0])
+    with pytest.raises(ValueError, match=r"q: expected an array that can be read over DLPack: .*byte order"):
+        call(
+            lambda array: (
+                array.astype(array.dtype.newbyteorder(">")) if array.ndim == 3 and array.dtype != np.int32 else array
+            )
+        )
+
+
+def test_an_interrupt_ends_a_simulation():
+    """Many idle CTAs make a launch that takes seconds; it ends soon after Ctrl-C, not when it is through."""
+    code = """
+import os, signal, threading, time
+from test_sim import call
+from sparse_aot import sim
+sim.options.multiprocessors = 1024
+start = time.monotonic()
+call()
+whole = time.monotonic() - start
+threading.Timer(whole / 8, os.kill, [os.getpid(), signal.SIGINT]).start()
+start = time.monotonic()
+try:
+    call()
+except KeyboardInterrupt:
+    print((time.monotonic() - start) / whole)
+"""
+    folders = os.pathsep.join(map(str, (REAL_BUNDLE.parent, REAL_BUNDLE.parent / "tests")))
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True, timeout=120
+    )
+    assert float(done.stdout) < 0.7, done.stderr
+
+
 def test_an_architecture_that_the_bundle_does_not_have_is_refused(monkeypatch):
     monkeypatch.setattr(sim.options, "arch", "sm_75")
     with pytest.raises(NotImplementedError, match=r"the simulator for sm_75: no kernels for it.*sm_100f, sm_90a"):
@@ -90,6 +160,11 @@ def damaged_bundle(folder, change):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     entry = manifest["configurations"][0]
     name = f"{entry['arch']}/{entry['name']}"
+    if change is None:
+        data = bytearray((REAL_BUNDLE / "ptx.zip").read_bytes())
+        data[200:1000] = bytes(800)
+        (folder / "ptx.zip").write_bytes(data)
+        return Bundle(folder), entry
     with zipfile.ZipFile(REAL_BUNDLE / "ptx.zip") as original, zipfile.ZipFile(folder / "ptx.zip", "w") as archive:
         for member, text in change(f"{name}.ptx", original.read(f"{name}.ptx")):
             archive.writestr(member, text)
@@ -101,8 +176,9 @@ def damaged_bundle(folder, change):
     [
         (lambda member, text: [(member, text.replace(b"add", b"sub", 1))], "is not what .*cubin was assembled from"),
         (lambda member, text: [("another.ptx", text)], "no PTX of"),
+        (None, "no PTX of"),
     ],
-    ids=["changed", "missing"],
+    ids=["changed", "missing", "damaged"],
 )
 def test_ptx_that_is_not_of_the_bundle_is_refused(tmp_path, monkeypatch, change, message):
     monkeypatch.setattr(sim, "modules", {})
@@ -116,8 +192,10 @@ def test_ptx_comes_with_the_simulator_where_the_bundle_has_none(tmp_path, monkey
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "ptx.zip").write_bytes((REAL_BUNDLE / "ptx.zip").read_bytes())
     monkeypatch.setattr(sim, "modules", {})
-    monkeypatch.setattr(sim.find_simulator(), "__file__", str(tmp_path / "site" / "__init__.py"))
     bundle = Bundle(tmp_path)
+    with pytest.raises(BundleError, match=f"{tmp_path / 'ptx.zip'}: no PTX for the simulator; .*aot build"):
+        sim.load(bundle, bundle.configurations[0])
+    monkeypatch.setattr(sim.find_simulator().__spec__, "submodule_search_locations", [str(tmp_path / "site")])
     sim.load(bundle, bundle.configurations[0])
     assert list(sim.modules) == [f"{bundle.configurations[0]['arch']}/{bundle.configurations[0]['name']}"]
 
@@ -134,5 +212,8 @@ def test_the_readme_example_runs(monkeypatch):
 
 @on_stub
 def test_arrays_on_a_device_never_load_the_simulator():
-    Call().run()
-    assert "ptxsim" not in sys.modules
+    """In a process that may have it from another test: none of the functions that would load it is called."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("choose_device", "find_simulator", "load", "run", "encode_tiled"):
+            patch.setattr(sim, name, None)
+        Call().run()

@@ -23,4 +23,4 @@ def pytest_collection_modifyitems(items):
     """The first simulated call of a process warns; test_host_arrays.py says how often."""
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore:sparse_aot. the arrays are on the host:UserWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::sparse_aot.sim.SimulationWarning"))

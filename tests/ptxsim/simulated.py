@@ -52,8 +52,7 @@ def simulation(**options):
         return statistics
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in vars(sim.Options(**options)).items():
-            patch.setattr(sim.options, name, value)
+        patch.setattr(sim, "options", sim.Options(**options))
         patch.setattr(sim, "run", run)
         yield launches
 

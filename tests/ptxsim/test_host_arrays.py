@@ -116,7 +116,7 @@ build_k2q_csr(q2k, cu_seqlens, cu_seqlens, total_k=20)
     environment = {"PYTHONPATH": str(ROOT), "SPARSE_AOT_SIM_ARCH": arch, "SPARSE_AOT_SIM_CSR": str(int(csr))}
     command = [sys.executable, "-W", "always", "-c", code]
     process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
-    warnings = [line for line in process.stderr.splitlines() if "UserWarning" in line]
+    warnings = [line for line in process.stderr.splitlines() if "SimulationWarning" in line]
     assert len(warnings) == csr
     assert all("the arrays are on the host" in warning and arch in warning for warning in warnings)
 

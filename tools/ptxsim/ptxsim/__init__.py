@@ -7,9 +7,12 @@ module.launch(grid=4, block=128, params=[x, y, np.int32(n)], memory=[x, y])
 from __future__ import annotations
 
 import ctypes
+import functools
+import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ class _Arguments(ctypes.Structure):
         ("checks", ctypes.c_uint32),
         ("resident", ctypes.c_uint32),
         ("max_steps", ctypes.c_uint64),
+        ("stop", ctypes.POINTER(ctypes.c_uint32)),
     ]
 
 
@@ -67,6 +71,19 @@ def _call(function: Any, *args: Any) -> None:
     error = ctypes.create_string_buffer(16384)
     if function(*args, error, ctypes.c_size_t(len(error))):
         raise SimulationError(error.value.decode(errors="replace"))
+
+
+def _interruptibly(stop: ctypes.c_uint32, run: Callable[[], None]) -> None:
+    """``run()`` where Ctrl-C can reach it: in a thread of its own, which ends soon after ``stop`` is set."""
+    if threading.current_thread() is not threading.main_thread():
+        return run()
+    with ThreadPoolExecutor(1) as worker:
+        running = worker.submit(run)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            stop.value = 1
+            raise
 
 
 @dataclass(frozen=True)
@@ -194,6 +211,7 @@ class Module:
             raise ValueError(f"no checks named {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
         arrays = list(memory)
         buffers = (_Buffer * len(arrays))(*(_buffer(i, array) for i, array in enumerate(arrays)))
+        stop = ctypes.c_uint32(0)
         arguments = _Arguments(
             grid=_dim3(grid),
             block=_dim3(block),
@@ -205,20 +223,25 @@ class Module:
             checks=sum(1 << CHECKS.index(name) for name in names),
             resident=resident,
             max_steps=max_steps,
+            stop=ctypes.pointer(stop),
         )
         statistics = _Statistics()
         lines = ctypes.create_string_buffer(self._lines)
         start = time.perf_counter()
-        _call(
-            _engine.ptxsim_launch,
-            self._handle,
-            kernel.encode(),
-            ctypes.byref(arguments),
-            buffers,
-            ctypes.c_size_t(len(arrays)),
-            ctypes.byref(statistics),
-            lines,
-            ctypes.c_size_t(len(lines)),
+        _interruptibly(
+            stop,
+            functools.partial(
+                _call,
+                _engine.ptxsim_launch,
+                self._handle,
+                kernel.encode(),
+                ctypes.byref(arguments),
+                buffers,
+                ctypes.c_size_t(len(arrays)),
+                ctypes.byref(statistics),
+                lines,
+                ctypes.c_size_t(len(lines)),
+            ),
         )
         seconds = time.perf_counter() - start
         executed = frozenset(line for line, was in enumerate(lines.raw) if was)

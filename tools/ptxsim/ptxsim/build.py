@@ -6,6 +6,7 @@ import fcntl
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,7 @@ def build(jobs: int = os.cpu_count() or 1) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_current():
             return LIBRARY
+        print("ptxsim: compiling the simulator's engine, once", file=sys.stderr)
         compiler = os.environ.get("CXX", "g++")
         machine = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
         with tempfile.TemporaryDirectory(dir=HERE, prefix=".build-") as directory:
@@ -44,9 +46,12 @@ def build(jobs: int = os.cpu_count() or 1) -> Path:
                 subprocess.run([compiler, *FLAGS, *machine, "-c", str(source), "-o", target], check=True)
                 return target
 
-            with ThreadPoolExecutor(jobs) as pool:
-                objects = list(pool.map(compile_one, SOURCES))
             linked = f"{directory}/{LIBRARY.name}"
-            subprocess.run([compiler, "-shared", *objects, "-o", linked], check=True)
+            try:
+                with ThreadPoolExecutor(jobs) as pool:
+                    objects = list(pool.map(compile_one, SOURCES))
+                subprocess.run([compiler, "-shared", *objects, "-o", linked], check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise RuntimeError(f"ptxsim: the C++ compiler {compiler} did not build the engine: {error}") from error
             os.replace(linked, LIBRARY)
     return LIBRARY

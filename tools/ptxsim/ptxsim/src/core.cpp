@@ -123,6 +123,7 @@ Machine::Machine(const Module& m, const Program& p, const Launch& l, GlobalMemor
   executed.assign(program.code.size(), 0);
   total_clusters_ = 1;
   for (int d = 0; d < 3; ++d) {
+    if (launch.grid[d] == 0) throw SimError(format("grid dimension %d is 0", d));
     if (launch.cluster[d] == 0 || launch.grid[d] % launch.cluster[d])
       throw SimError(format("grid dimension %d is %u, not a multiple of the cluster's %u", d, launch.grid[d], launch.cluster[d]));
     total_clusters_ *= launch.grid[d] / launch.cluster[d];
@@ -392,7 +393,8 @@ void Machine::run() {
       }
       if (progress != before) last_progress_step_ = steps;
       if (steps - last_progress_step_ > kPatience && checking(kDeadlock)) deadlock();
-      if (launch.max_steps && steps > launch.max_steps) throw SimError(format("stopped after %llu warp instructions", static_cast<unsigned long long>(steps)));
+      if (launch.max_steps && steps > launch.max_steps) throw SimError(format("stopped after max_steps, %llu warp instructions", static_cast<unsigned long long>(steps)));
+      if (*launch.stop) throw SimError("stopped from outside");
       if (warp->status == Warp::done && warp->cta->cluster->live_warps == 0) {
         while (!async_.empty()) fire_next();
         Cluster* finished = warp->cta->cluster;
