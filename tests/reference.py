@@ -234,7 +234,7 @@ LAYOUTS = {
 
 @dataclass
 class Case:
-    """The inputs of one call, on one device. ``attention`` is what reference and package both take."""
+    """The inputs of one call, on one device."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -257,6 +257,19 @@ class Case:
     @property
     def qhead_per_kv(self) -> int:
         return self.q.shape[1] // self.q2k.shape[0]
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """What describes the case among the keyword arguments of ``sparse_atten_func``."""
+        return {
+            "causal": self.causal,
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_k": self.cu_seqlens_k,
+            "max_seqlen_q": self.max_seqlen_q,
+            "max_seqlen_k": self.max_seqlen_k,
+            "page_table": self.page_table,
+            "seqused_k": self.seqused_k,
+        }
 
     def reference(self, tokens=None, **options) -> Reference:
         return sparse_attention(

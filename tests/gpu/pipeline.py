@@ -26,17 +26,7 @@ def build(case: Case, **changes):
 def attend(case: Case, plan, **options):
     """``sparse_atten_func`` on what ``build`` returned."""
     row_ptr, q_indices, schedule = plan
-    defaults = {
-        "causal": case.causal,
-        "return_softmax_lse": True,
-        "cu_seqlens_q": case.cu_seqlens_q,
-        "cu_seqlens_k": case.cu_seqlens_k,
-        "max_seqlen_q": case.max_seqlen_q,
-        "max_seqlen_k": case.max_seqlen_k,
-        "page_table": case.page_table,
-        "seqused_k": case.seqused_k,
-        "schedule": schedule,
-    }
+    defaults = {**case.arguments, "return_softmax_lse": True, "schedule": schedule}
     return sparse_atten_func(case.q, case.k, case.v, row_ptr, q_indices, case.topk, **defaults | options)
 
 

@@ -139,17 +139,11 @@ def attend(case: Case, plan, partial="float32", temperature=None, **options):
     """(out, lse, lse_temperature) for what ``build`` returned."""
     row_ptr, q_indices, schedule = plan
     defaults = {
-        "causal": case.causal,
+        **case.arguments,
         "partial_dtype": partial,
         "return_softmax_lse": True,
         "return_temperature_lse": temperature is not None,
         "lse_temperature_scale": temperature or 1.0,
-        "cu_seqlens_q": case.cu_seqlens_q,
-        "cu_seqlens_k": case.cu_seqlens_k,
-        "max_seqlen_q": case.max_seqlen_q,
-        "max_seqlen_k": case.max_seqlen_k,
-        "page_table": case.page_table,
-        "seqused_k": case.seqused_k,
         "schedule": schedule,
     }
     results = sparse_atten_func(case.q, case.k, case.v, row_ptr, q_indices, case.topk, **defaults | options)
