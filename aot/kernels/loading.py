@@ -196,3 +196,27 @@ def gather(q, mine, place, head, total_q, lane, rows: cutlass.Constexpr[int], g:
                     cute.make_tensor(source + cute.assume(skipped, divby=8), vector),
                     cute.make_tensor(target, vector),
                 )
+
+
+def words_of_item(s_item: cute.Tensor, stage: Int32):
+    """An item's words but the first: (first entry, KV head, key_limit, causal_shift); of a walk, its group first."""
+    return tuple(s_item[i, stage] for i in range(1, 5))
+
+
+@cute.jit
+def entries_of_tile(words: cute.Tensor, tile: Int32, count: Int32, tokens: cutlass.Constexpr[int]):
+    """One warp: a lane's entries of a tile of an item's ``count``; a tile's missing tokens repeat its last."""
+    lane = cute.arch.lane_idx()
+    mine = cute.make_rmem_tensor((tokens + 31) // 32, Int32)
+    for i in cutlass.range_constexpr(cute.size(mine)):
+        mine[i] = words[Int64(min(tile * tokens + lane % tokens + 32 * i, count - 1))]
+    return mine
+
+
+@cute.jit
+def keep_entries(s_entries: cute.Tensor, stage: Int32, mine: cute.Tensor, tokens: cutlass.Constexpr[int]):
+    """One warp: leave a tile's entries in shared memory."""
+    lane = cute.arch.lane_idx()
+    for i in cutlass.range_constexpr(cute.size(mine)):
+        if lane + 32 * i < tokens:
+            s_entries[lane + 32 * i, stage] = mine[i]

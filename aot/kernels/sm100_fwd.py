@@ -271,13 +271,9 @@ class ForwardSm100(Kernel):
             words = work.vector(qsplit_indices + (Int64(head) * entries + first))
             tiles = self.tiles(count)
             for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
-                mine = cute.make_rmem_tensor((self.tokens + 31) // 32, Int32)
-                for i in cutlass.range_constexpr(cute.size(mine)):  # a tile's missing tokens repeat its last
-                    mine[i] = words[Int64(min(tile * self.tokens + lane % self.tokens + 32 * i, count - 1))]
+                mine = loading.entries_of_tile(words, tile, count, self.tokens)
                 cute.arch.mbarrier_wait(q_empty + slot, phase_of(tile_base + tile) ^ 1)
-                for i in cutlass.range_constexpr(cute.size(mine)):
-                    if lane + 32 * i < self.tokens:
-                        s_entries[lane + 32 * i, slot] = mine[i]
+                loading.keep_entries(s_entries, slot, mine, self.tokens)
                 loading.fetch_queries(q, mine, place, head, total_q, q_full + slot, TILE_ROWS, self.g)
             tile_base += tiles
             kv_index += 1
@@ -401,12 +397,7 @@ class ForwardSm100(Kernel):
         count = s_item[0, 0]
         while count >= 0:
             stage = slot_of(kv_index)
-            first, head, key_limit, causal_shift = (
-                s_item[1, stage],
-                s_item[2, stage],
-                s_item[3, stage],
-                s_item[4, stage],
-            )
+            first, head, key_limit, causal_shift = loading.words_of_item(s_item, stage)
             release(kv_empty + stage, lane)
             tiles = self.tiles(count)
             for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):

@@ -25,7 +25,7 @@ from aot.kernels.forward import forward_params
 from aot.kernels.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, KV_STAGES, SWIZZLE_COLUMNS
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
 from aot.kernels.partials import HEAD_DIM
-from aot.kernels.sm90_mma import CONSUMERS, TILE_ROWS, as_operand, multiply, rows_of_thread, tiled_mma
+from aot.kernels.sm90_mma import CONSUMERS, TILE_ROWS, as_operand, multiply, products, rows_of_thread
 
 Q_STAGES = 2 * CONSUMERS  # two for each consumer
 WARPGROUP = 128
@@ -214,13 +214,9 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
                 q_index = tile_base + tile
                 q_stage, q_phase = self.ring_of_queries(q_index)
                 place = self.tile_place(s_q, q_stage)
-                mine = cute.make_rmem_tensor((self.tokens + 31) // 32, Int32)
-                for i in cutlass.range_constexpr(cute.size(mine)):  # a tile's missing tokens repeat its last
-                    mine[i] = words[Int64(min(tile * self.tokens + lane % self.tokens + 32 * i, count - 1))]
+                mine = loading.entries_of_tile(words, tile, count, self.tokens)
                 cute.arch.mbarrier_wait(q_empty + q_stage, 1 - q_phase)
-                for i in cutlass.range_constexpr(cute.size(mine)):
-                    if lane + 32 * i < self.tokens:
-                        s_entries[lane + 32 * i, q_stage] = mine[i]
+                loading.keep_entries(s_entries, q_stage, mine, self.tokens)
                 loading.fetch_queries(q, mine, place, head, total_q, q_full + q_stage, TILE_ROWS, self.g)
             cute.arch.sync_warp()
             if lane == 0:
@@ -233,7 +229,6 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
     @cute.jit
     def consume(self, thread, shared, work_shared, barriers, partial, entries, scale_log2, lse_temperature_scale):
         """A consumer warpgroup: every third tile of the CTA's stream of tiles."""
-        s_q, s_k, s_v = shared
         q_pointer, s_item, s_entries = work_shared
         q_full, q_empty, k_full, v_full, kv_empty = barriers
         consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -241,11 +236,7 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
         lane = cute.arch.lane_idx()
         first_row = thread // 32 * 16 + lane // 4  # a thread holds this row of a tile and the one 8 further on
 
-        qk = tiled_mma(cute.nvgpu.OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        pv = tiled_mma(cute.nvgpu.OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        fragment_q = qk.make_fragment_A(qk.get_slice(0).partition_A(s_q))
-        fragment_k = qk.make_fragment_B(qk.get_slice(0).partition_B(s_k))
-        fragment_v = pv.make_fragment_B(pv.get_slice(0).partition_B(s_v))
+        qk, pv, fragment_q, fragment_k, fragment_v = products(*shared)
 
         tile_base = Int32(0)  # the CTA's tiles before this item
         kv_index = Int32(0)
@@ -254,12 +245,7 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
         while count >= 0:
             stage = kv_index % KV_STAGES
             phase = kv_index // KV_STAGES % 2
-            first, head, key_limit, causal_shift = (
-                s_item[1, stage],
-                s_item[2, stage],
-                s_item[3, stage],
-                s_item[4, stage],
-            )
+            first, head, key_limit, causal_shift = loading.words_of_item(s_item, stage)
             tiles = (count + self.tokens - 1) // self.tokens
             for tile in cutlass.range(first_tile(consumer, tile_base), tiles, CONSUMERS):
                 q_index = tile_base + tile

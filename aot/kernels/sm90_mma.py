@@ -19,6 +19,16 @@ def tiled_mma(b_major: cute.nvgpu.OperandMajorMode, a_source: warpgroup.OperandS
     )
 
 
+def products(s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor):
+    """Q K^T and P V of a consumer warpgroup, P in registers: (qk, pv, fragments of Q, K and V for every stage)."""
+    qk = tiled_mma(cute.nvgpu.OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+    pv = tiled_mma(cute.nvgpu.OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+    fragment_q = qk.make_fragment_A(qk.get_slice(0).partition_A(s_q))
+    fragment_k = qk.make_fragment_B(qk.get_slice(0).partition_B(s_k))
+    fragment_v = pv.make_fragment_B(pv.get_slice(0).partition_B(s_v))
+    return qk, pv, fragment_q, fragment_k, fragment_v
+
+
 @cute.jit
 def multiply(mma: cute.TiledMma, accumulator, a, b, accumulate: cutlass.Constexpr[bool] = False):
     """accumulator (+)= a @ b^T, and wait for it."""

@@ -12,13 +12,12 @@ skipped where no maximum of the warp moved.
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import warpgroup
 
 from aot.kernels import loading, partials, softmax, work
 from aot.kernels.loading import KV_STAGES
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
 from aot.kernels.partials import HEAD_DIM
-from aot.kernels.sm90_mma import TILE_ROWS, as_operand, multiply, rows_of_thread, tiled_mma
+from aot.kernels.sm90_mma import TILE_ROWS, as_operand, multiply, products, rows_of_thread
 
 CONSUMERS = work.WALK_ROWS // TILE_ROWS
 PRODUCER_REGISTERS = 40
@@ -98,18 +97,13 @@ class WalkRoles:
     @cute.jit
     def walk_consume(self, thread, shared, s_item, barriers, output, total_q, scale_log2, lse_temperature_scale):
         """A consumer warpgroup: its 64 rows of a group against every block of the group."""
-        s_q, s_k, s_v = shared
         q_full, q_empty, k_full, v_full, kv_empty = barriers
         consumer = cute.arch.make_warp_uniform(thread // 128)
         thread = thread % 128
         lane = cute.arch.lane_idx()
         first_row = thread // 32 * 16 + lane // 4  # a thread holds this row of a tile and the one 8 further on
 
-        qk = tiled_mma(cute.nvgpu.OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        pv = tiled_mma(cute.nvgpu.OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        fragment_q = qk.make_fragment_A(qk.get_slice(0).partition_A(s_q))
-        fragment_k = qk.make_fragment_B(qk.get_slice(0).partition_B(s_k))
-        fragment_v = pv.make_fragment_B(pv.get_slice(0).partition_B(s_v))
+        qk, pv, fragment_q, fragment_k, fragment_v = products(*shared)
         out = cute.make_rmem_tensor(pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
         out.fill(0.0)
         # Of the two rows: maximum, sum of exponentials, the same sum at the temperature.
@@ -123,12 +117,7 @@ class WalkRoles:
         while flags >= 0:
             stage = kv_index % KV_STAGES
             phase = kv_index // KV_STAGES % 2
-            group, head, key_limit, causal_shift = (
-                s_item[1, stage],
-                s_item[2, stage],
-                s_item[3, stage],
-                s_item[4, stage],
-            )
+            group, head, key_limit, causal_shift = loading.words_of_item(s_item, stage)
             q_stage, q_phase = self.ring_of_queries(q_index)
             if flags & FIRST != 0:
                 out.fill(0.0)
