@@ -27,7 +27,7 @@ from sparse_aot._dlpack cimport (
     integer,
     open_call,
 )
-from sparse_aot._csr_host cimport WALK_ROWS
+from sparse_aot._csr_host cimport Plan, plan_walk
 from sparse_aot._driver cimport check, is_capturing
 from sparse_aot._schedule cimport Schedule
 
@@ -464,12 +464,12 @@ cdef inline size_t _aligned(size_t n_bytes) noexcept:
 
 cdef bint _plan_fits(const Problem* p, Schedule schedule) noexcept:
     """Whether the schedule has a walk plan for groups of G heads a token; one made for another G is not used."""
-    cdef int64_t tokens_per_group = WALK_ROWS // p.g
-    cdef int64_t groups = (p.total_q + tokens_per_group - 1) // tokens_per_group
+    cdef Plan plan
+    plan_walk(p.total_q, p.g, &plan)
     return (
         schedule.walk_totals_view.data is not NULL
-        and schedule.walk_counts_view.shape[1] == groups
-        and schedule.walk_blocks_view.shape[3] == 2 + (tokens_per_group + 31) // 32
+        and schedule.walk_counts_view.shape[1] == plan.groups
+        and schedule.walk_blocks_view.shape[3] == plan.walk_columns
     )
 
 
@@ -643,8 +643,8 @@ def sparse_atten_func(
 
     Arrays are any objects on one CUDA device that speak DLPack. On host arrays the same kernels run in a simulator, for
     trying and testing, where it is installed (``sparse_aot.sim``). Nothing is read back from the device: token numbers,
-    page numbers and lengths that are out of range are ignored (host code of CSR and schedule checks them; ``SPARSE_AOT_VALIDATE=1`` in the environment at import
-    makes them errors). Forward only: results carry no gradient.
+    page numbers and lengths that are out of range are ignored (host code of CSR and schedule checks them;
+    ``SPARSE_AOT_VALIDATE=1`` in the environment at import makes them errors). Forward only: results carry no gradient.
 
     Args:
         q: bfloat16 ``[total_q, Hq, 128]``, ``total_q < 2**24``; any 16-byte aligned strides, last dimension contiguous.

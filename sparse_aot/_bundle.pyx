@@ -270,8 +270,7 @@ def preload(device=None):
 cdef Kernel _load(object bundle, dict entry, Device device):
     cdef cydriver.CUstreamCaptureMode mode = cydriver.CU_STREAM_CAPTURE_MODE_RELAXED
     bundle.check_layout(entry)
-    if device.simulated is not None:
-        sim.load(bundle, entry)
+    if device.simulated is not None:  # its first launch loads the PTX
         return _describe(entry, device)
     cubin = bundle.read(entry)
     # Another stream of this thread may be under capture, which forbids what loading does unless the thread is relaxed.

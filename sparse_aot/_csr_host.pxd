@@ -59,6 +59,7 @@ cdef struct Arrays:
 
 
 cdef int plan_schedule(const Shape* shape, int qhead_per_kv, Plan* plan) except -1
+cdef void plan_walk(int32_t total_q, int qhead_per_kv, Plan* plan) noexcept nogil  # its sizes alone
 cdef int check_cu_seqlens(str name, const int32_t* cu_seqlens, int32_t batch, int64_t total, str total_name) except -1
 cdef int64_t count_rows(const int32_t* cu_seqlens_k, int32_t batch) noexcept nogil
 cdef int check_csr(const Shape* shape, const Arrays* arrays) except -1

@@ -37,10 +37,14 @@ cdef int plan_schedule(const Shape* shape, int qhead_per_kv, Plan* plan) except 
     if capacity > MAX_CAPACITY:
         raise ValueError(f"the schedule needs {capacity} work items, at most {MAX_CAPACITY} are supported")
     plan.capacity = <int32_t>capacity
-    plan.tokens_per_group = WALK_ROWS // qhead_per_kv
-    plan.groups = (shape.total_q + plan.tokens_per_group - 1) // plan.tokens_per_group
-    plan.walk_columns = 2 + (plan.tokens_per_group + 31) // 32
+    plan_walk(shape.total_q, qhead_per_kv, plan)
     return 0
+
+
+cdef void plan_walk(int32_t total_q, int qhead_per_kv, Plan* plan) noexcept nogil:
+    plan.tokens_per_group = WALK_ROWS // qhead_per_kv
+    plan.groups = (total_q + plan.tokens_per_group - 1) // plan.tokens_per_group
+    plan.walk_columns = 2 + (plan.tokens_per_group + 31) // 32
 
 
 cdef int check_cu_seqlens(str name, const int32_t* cu_seqlens, int32_t batch, int64_t total, str total_name) except -1:

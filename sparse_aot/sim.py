@@ -137,13 +137,17 @@ def find_ptx(bundle):
     return next((folder / PTX for folder in folders if (folder / PTX).is_file()), None)
 
 
+def _name(entry):
+    return f"{entry['arch']}/{entry['name']}"
+
+
 def read_ptx(bundle, entry):
     """The PTX that the cubin of a configuration was assembled from; raises BundleError where there is none."""
     import zipfile  # not at the top: calls on a device have no use for it
 
     from sparse_aot._bundle import BundleError
 
-    name = f"{entry['arch']}/{entry['name']}"
+    name = _name(entry)
     path = find_ptx(bundle)
     if path is None:
         raise BundleError(
@@ -161,26 +165,26 @@ def read_ptx(bundle, entry):
 
 
 def load(bundle, entry):
-    """Parse the PTX of a configuration, if that was not done before; raises BundleError where it is not the cubin's."""
+    """The module of a configuration's PTX, parsed on its first use; raises BundleError where it is not the cubin's."""
     from sparse_aot._bundle import BundleError
 
-    name = f"{entry['arch']}/{entry['name']}"
+    name = _name(entry)
     if name in modules:
-        return
+        return modules[name]
     module = find_simulator().load(read_ptx(bundle, entry))
     sizes = [size for _, size in module.kernels.get(entry["symbol"], ())]
     listed = [param["size"] for param in entry["params"]]
     if sizes != listed:  # their offsets differ: in PTX they start at 0
         raise BundleError(f"{name}: the PTX has parameters of sizes {sizes}, the manifest has {listed}")
     modules[name] = module
+    return module
 
 
 def run(entry, grid, params, memory):
     """Run a kernel to its end, on the bytes of each parameter; see ``ptxsim.Module.launch``."""
     from sparse_aot._bundle import get_bundle
 
-    load(get_bundle(), entry)
-    return modules[f"{entry['arch']}/{entry['name']}"].launch(
+    return load(get_bundle(), entry).launch(
         entry["symbol"],
         grid=grid,
         block=entry["threads"],

@@ -16,11 +16,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from aot.configs import HEADS_PER_KV, PARTIAL_DTYPES  # noqa: E402
 from sparse_aot import build_k2q_csr, sparse_atten_func  # noqa: E402
 
 RECORD = ROOT / "tests" / "data" / "h200.npz"
-HEADS_PER_KV = (1, 2, 4, 8, 16)
-PARTIAL_DTYPES = ("float32", "bfloat16")
 TEMPERATURE = 0.7
 TOPK = 4
 

@@ -7,8 +7,9 @@ which now and then rounds a probability, or a partial result, to the other neigh
 import numpy as np
 import pytest
 import torch
+from simulated import simulation
 
-from sparse_aot import sim
+from aot.configs import DTYPE_TAGS
 from tools.record import RECORD, cases, results
 
 
@@ -17,21 +18,16 @@ def bfloat16(bits):
 
 
 @pytest.mark.parametrize("name, case", [*cases()], ids=[name for name, _ in cases()])
-def test_the_simulator_agrees_with_an_h200(monkeypatch, name, case):
-    monkeypatch.setattr(sim.options, "arch", "sm_90a")
-    ran = []
-    run = sim.run
-    monkeypatch.setattr(sim, "run", lambda entry, *arguments: (ran.append(entry["name"]), run(entry, *arguments))[1])
+def test_the_simulator_agrees_with_an_h200(name, case):
     recorded = np.load(RECORD)
-    simulated = results(**case, device="cpu")
-    assert {f"fwd-bf16-g{case['g']}-p{tag}{tail}" for tag in ran_tags(case) for tail in ("", "-temperature")} <= {*ran}
+    with simulation(arch="sm_90a") as launches:
+        simulated = results(**case, device="cpu")
+    tags = [DTYPE_TAGS[partial] for partial in case["partial_dtypes"]]
+    forwards = {f"sm_90a/fwd-bf16-g{case['g']}-p{tag}{tail}" for tag in tags for tail in ("", "-temperature")}
+    assert forwards <= {launch.path for launch in launches}
     for lse in ("lse", "lse_temperature"):
         np.testing.assert_allclose(simulated[lse], recorded[f"{name}/{lse}"], rtol=1e-6, atol=2e-6)
     got, want = bfloat16(simulated["out"]), bfloat16(recorded[f"{name}/out"])
     differing = simulated["out"] != recorded[f"{name}/out"]
     assert differing.mean() < 0.01
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-8)
-
-
-def ran_tags(case):
-    return [{"float32": "f32", "bfloat16": "bf16"}[partial] for partial in case["partial_dtypes"]]
