@@ -4,7 +4,7 @@ import os
 
 from cuda.bindings cimport cydriver
 from libc.math cimport isfinite, sqrt
-from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from sparse_aot._bundle cimport Kernel, MapFormat, encode_tensor_map, get_kernel, register_signature
@@ -85,6 +85,7 @@ register_signature(
         ("lse_stride_head", "int64"),
         ("page_table_stride", "int64"),
         ("max_pages", "int32"),
+        ("kv_extent", "int32"),
         ("batch", "int32"),
         ("total_q", "int32"),
         ("head_kv", "int32"),
@@ -506,10 +507,11 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
     cdef cydriver.CUtensorMap v_map
     cdef int64_t page_table_stride = p.page_table.strides[0]
     cdef int32_t max_pages = p.page_table.shape[1]
+    cdef int32_t kv_extent = min(p.k.shape[0], <int64_t>INT32_MAX)  # pages, or tokens of a flat tensor
     cdef int32_t total_rows = p.row_ptr.shape[1] - 1
     cdef int32_t work_capacity = schedule.work_capacity
     cdef void* walk_totals = NULL  # no walk
-    cdef (void*)[39] forward_params = [
+    cdef (void*)[40] forward_params = [
         &q_map,
         &k_map,
         &v_map,
@@ -540,6 +542,7 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
         &p.lse.strides[1],
         &page_table_stride,
         &max_pages,
+        &kv_extent,
         &p.batch,
         &p.total_q,
         &p.head_kv,

@@ -82,6 +82,9 @@ def _attend(q, k, v, q2k, cu_q, cu_k, page_table, seqused_k, causal, scale, temp
     seq = torch.searchsorted(cu_q[1:].contiguous(), tokens, right=True).clamp_(max=cu_q.shape[0] - 2)
     capacity = cu_k[seq + 1] - cu_k[seq]
     len_k = capacity if seqused_k is None else seqused_k.long()[seq]
+    if page_table is None:
+        len_k = torch.minimum(len_k, capacity)
+    len_k = len_k.clamp(min=0)
     position = tokens - cu_q[seq]
     last_visible = len_k - 1
     if causal:
@@ -97,14 +100,20 @@ def _attend(q, k, v, q2k, cu_q, cu_k, page_table, seqused_k, causal, scale, temp
     keys = (blocks[..., None] * BLOCK + within).flatten(2)  # [n, Hkv, topk * 128]
     visible = exists.repeat_interleave(BLOCK, -1) & (keys <= last_visible[:, None, None])
     heads = torch.arange(head_kv, device=q.device)[None, :, None]
-    keys, seqs = torch.where(visible, keys, 0), seq[:, None, None]
+    seqs = seq[:, None, None]
+    if page_table is None:
+        visible &= cu_k[seqs] + keys < k.shape[0]
+    else:
+        columns = keys // BLOCK
+        pages = page_table.long()[seqs, columns.clamp(0, page_table.shape[1] - 1)]
+        visible &= (columns < page_table.shape[1]) & (pages >= 0) & (pages < k.shape[0])
+    keys = torch.where(visible, keys, 0)
     if k.shape[0] == 0:
         gathered_k = gathered_v = torch.zeros(*keys.shape, DIM, device=q.device)
     elif page_table is None:
         at = (torch.where(visible, cu_k[seqs] + keys, 0), heads)
         gathered_k, gathered_v = k[at].float(), v[at].float()
     else:
-        pages = page_table.long()[seqs, keys // BLOCK]
         at = (torch.where(visible, pages, 0), heads, keys % BLOCK)
         gathered_k, gathered_v = k[at].float(), v[at].float()
     gathered_k = torch.where(visible[..., None], gathered_k, 0.0)

@@ -39,6 +39,7 @@ def forward_params(q_map: TensorMap, k_map: TensorMap, v_map: TensorMap, partial
         "lse_stride_head": Int64,
         "page_table_stride": Int64,
         "max_pages": Int32,
+        "kv_extent": Int32,
         "batch": Int32,
         "total_q": Int32,
         "head_kv": Int32,

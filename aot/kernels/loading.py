@@ -28,7 +28,6 @@ BLOCK_BYTES = BLK_KV * HEAD_DIM * 2
 def load_blocks(maps, shared, barriers, schedule, sequences, sizes):
     """One warp: claim work items and load their K and V; a count of -1 ends the stream."""
     scheduler_metadata, work_count, work_counter, k2q_row_ptr = schedule
-    cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages = sequences
     batch, entries, head_kv, total_rows, work_capacity, causal = sizes
     items = min(work.vector(work_count)[0], work_capacity)
     kv_index = Int32(0)
@@ -40,8 +39,7 @@ def load_blocks(maps, shared, barriers, schedule, sequences, sizes):
             item, scheduler_metadata, k2q_row_ptr, head_kv, total_rows, entries, batch
         )
         if count > 0:
-            key_limit, causal_shift = work.bounds(sequence, block, causal, cu_seqlens_q, cu_seqlens_k, seqused_k)
-            row, page = locate(sequence, block, cu_seqlens_k, page_table, page_table_stride, max_pages)
+            key_limit, causal_shift, row, page = locate(sequence, block, causal, sequences)
             words = (count, first, head, key_limit, causal_shift)
             tails = fetch(maps, shared, barriers, kv_index, tails, words, (row, head, page), key_limit)
             kv_index += 1
@@ -60,15 +58,23 @@ def claim(work_counter: cute.Pointer) -> Int32:
 
 
 @cute.jit
-def locate(sequence, block, cu_seqlens_k, page_table, page_table_stride, max_pages):
-    """(row, page) of a block for the tensor maps: flat, a range of tokens of the only page; paged, one page. What does
-    not exist reads as zero."""
+def locate(sequence, block, causal, sequences):
+    """(key_limit, causal_shift, row, page) of a block: its bounds, and where the tensor maps find it.
+
+    Flat, a block is a range of tokens of the only page, and ``kv_extent`` is the number of tokens; paged, it is one of
+    ``kv_extent`` pages. A block that does not exist, or the part of it that does not, is past the limit.
+    """
+    cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages, kv_extent = sequences
+    paged = page_table.toint() != 0
+    key_limit, causal_shift = work.bounds(sequence, block, causal, cu_seqlens_q, cu_seqlens_k, seqused_k, paged)
     row, page = work.vector(cu_seqlens_k)[sequence] + block * BLK_KV, Int32(0)
-    if page_table.toint() != 0:
+    existing = kv_extent - row if row >= 0 else Int32(0)
+    if paged:
         row, page = Int32(0), Int32(-1)
         if block < max_pages:
             page = work.vector(page_table)[sequence * page_table_stride + block]
-    return row, page
+        existing = Int32(BLK_KV) if page >= 0 and page < kv_extent else Int32(0)
+    return min(key_limit, existing), causal_shift, row, page
 
 
 @cute.jit

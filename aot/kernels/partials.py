@@ -54,6 +54,6 @@ def chunk_column(dtype: type, index: Int32, pair: int) -> Int32:
 def log_sum_exp(maximum_log2: Float32, total: Float32) -> Float32:
     """Natural-log logsumexp from a maximum in the log2 domain and the sum of ``exp2(x - maximum)``; -inf if empty."""
     lse = -Float32.inf
-    if total > 0.0:
+    if total != 0.0:
         lse = (maximum_log2 + cute.math.log2(total, fastmath=True)) * LN2
     return lse

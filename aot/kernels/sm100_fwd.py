@@ -31,7 +31,6 @@ MMA_K = 16
 READERS = 1 + SLOTS + (SLOTS + 1) * WARPS  # warps that read an item's words: products, gather, softmax, epilogue
 MMA_WARP = 1
 GATHER_WARP = 2  # and the one after it
-SOFTMAX_REGISTERS = 192
 ATOM_BYTES = ATOM_ROWS * SWIZZLE_COLUMNS * 2
 Q_BYTES = TILE_ROWS * HEAD_DIM * 2
 STAGING_BYTES = TILE_ROWS * HEAD_DIM * 2  # rows on their way to partial_out: a quarter for each warp
@@ -97,7 +96,9 @@ class ForwardSm100(Kernel):
         # Where tiles start at a multiple of eight rows, a thread's 16 places for bfloat16 never change: the compiler
         # keeps them in registers, which producers that need no cp.async can spare.
         keeps_places = g >= ATOM_ROWS and self.partial is BFloat16
-        self.producer_registers, self.epilogue_registers = (24, 104) if keeps_places else (40, 88)
+        self.producer_registers, self.softmax_registers, self.epilogue_registers = (
+            (32, 184, 112) if keeps_places else (40, 192, 88)
+        )
         kv_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, BLK_KV, HALVES, 1, 1))
         q_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, ATOM_ROWS, HALVES, max(g // ATOM_ROWS, 1), 1))
         self.params = forward_params(q_map, kv_map, kv_map, self.partial)
@@ -139,6 +140,7 @@ class ForwardSm100(Kernel):
         lse_stride_head: Int64,
         page_table_stride: Int64,
         max_pages: Int32,
+        kv_extent: Int32,
         batch: Int32,
         total_q: Int32,
         head_kv: Int32,
@@ -207,7 +209,7 @@ class ForwardSm100(Kernel):
                     (s_k, s_v, s_item),
                     (item_full, k_full, v_full, kv_empty, v_tail),
                     (scheduler_metadata, work_count, work_counter, k2q_row_ptr),
-                    (cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages),
+                    (cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages, kv_extent),
                     (batch, total_q * topk, head_kv, total_rows, work_capacity, causal),
                 )
             elif warp == MMA_WARP:
@@ -227,7 +229,7 @@ class ForwardSm100(Kernel):
                     total_q * topk,
                 )
         elif warp < (1 + SLOTS) * WARPS:
-            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            cute.arch.setmaxregister_increase(self.softmax_registers)
             self.softmax(
                 thread - WARPGROUP,
                 base,
@@ -495,6 +497,7 @@ class ForwardSm100(Kernel):
         columns = 4 * elements  # that fill four chunks
         batch = STAGING_BYTES * 8 // self.partial.width // HEAD_DIM // WARPS  # rows
         index = partials.row_index(entry, row, self.g)
+        all_see = cute.arch.vote_all_sync(inverse != 0.0)
         place = staging + cute.assume(warp * (batch * HEAD_DIM), divby=HEAD_DIM)
         first_chunk = lane % batch * HEAD_DIM + partials.place(index, 0) * elements  # places are this one's xor
         values = cute.make_rmem_tensor(columns, Float32)
@@ -515,6 +518,9 @@ class ForwardSm100(Kernel):
                     release(o_empty, lane)
                 for column in cutlass.range_constexpr(columns):
                     values[column] = part[column]
+                if not all_see:  # the weights of a row that sees nothing are 0, but 0 * NaN is not
+                    if inverse == 0.0:
+                        values.fill(0.0)
                 for i in cutlass.range_constexpr(4):
                     chunk.store((pairs[None, i, None].load() * inverse).to(self.partial))
                     target = place + cute.assume(first_chunk ^ (group * columns + i * elements), divby=elements)

@@ -93,6 +93,7 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
         lse_stride_head: Int64,
         page_table_stride: Int64,
         max_pages: Int32,
+        kv_extent: Int32,
         batch: Int32,
         total_q: Int32,
         head_kv: Int32,
@@ -148,7 +149,7 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
         queries = (q_map, q, q_stride_token, q_stride_head)
         kv_barriers = (item_full, k_full, v_full, kv_empty, v_tail)
         q_barriers = (q_full, q_empty, item_full, kv_empty)
-        sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages)
+        sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages, kv_extent)
         plan = (walk_blocks, walk_counts)
         walk_sizes = (batch, total_q, head_kv, causal)
         schedule = (scheduler_metadata, work_count, work_counter, k2q_row_ptr)
@@ -270,6 +271,7 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
                 out = cute.make_rmem_tensor(pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
                 cute.arch.mbarrier_wait(v_full + stage, phase)
                 multiply(pv, out, weights, fragment_v[None, None, None, stage])
+                softmax.clear_blind(rows_of_thread(out), visible)
                 entry = Int64(head) * entries + (first + tile * self.tokens)
                 tokens = min(count - tile * self.tokens, self.tokens)
                 place = self.tile_place(q_pointer, q_stage)

@@ -6,7 +6,8 @@ online, O stays in registers, and the finished rows go to the output: no partial
 Rings and barriers are those of sm90_fwd.py. O lives through the loop beside S and P, so the third consumer warpgroup
 gives its registers away: 224 for each of the other two, 40 for a producer.
 Budget of a step of a tile: the tile's of sm90_fwd.py without Q and O; a rescaling of O (64 multiplications a thread) is
-skipped where no maximum of the warp moved.
+skipped where no maximum of the warp moved, and so is setting O aside (into the registers that S has left) for rows
+that see nothing of the block: they must not take part, whatever bytes stand there.
 """
 
 import cutlass
@@ -35,7 +36,6 @@ class WalkRoles:
     def walk_load_blocks(self, maps, shared, barriers, plan, work_counter, sequences, sizes):
         """Warp 0: claim groups and load the K and V of their blocks, one after the other."""
         walk_blocks, walk_counts = plan
-        cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages = sequences
         batch, total_q, head_kv, causal = sizes
         groups = (total_q + self.walk_tokens - 1) // self.walk_tokens
         kv_index = Int32(0)
@@ -51,10 +51,7 @@ class WalkRoles:
                 exists = count > 0 and sequence >= 0 and sequence < batch and number >= 0
                 key_limit, causal_shift, row, page = Int32(0), Int32(0), Int32(NOWHERE), Int32(-1)
                 if exists:
-                    key_limit, causal_shift = work.bounds(
-                        sequence, number, causal, cu_seqlens_q, cu_seqlens_k, seqused_k
-                    )
-                    row, page = loading.locate(sequence, number, cu_seqlens_k, page_table, page_table_stride, max_pages)
+                    key_limit, causal_shift, row, page = loading.locate(sequence, number, causal, sequences)
                 flags = (FIRST if step == 0 else 0) + (LAST if step == steps - 1 else 0)
                 head = item // groups
                 words = (Int32(flags), item - head * groups, head, key_limit, causal_shift)
@@ -138,7 +135,16 @@ class WalkRoles:
             weights = cute.make_rmem_tensor(pv.partition_shape_A((TILE_ROWS, BLK_KV)), BFloat16)
             self.walk_softmax(scores, weights, out, state, visible, lane, scale_log2, lse_temperature_scale)
             cute.arch.mbarrier_wait(v_full + stage, phase)
+            # A row that sees nothing of the block keeps its O: its weights are 0, but 0 * NaN is not.
+            apart = not cute.arch.vote_all_sync(visible[0] > 0 and visible[1] > 0)
+            kept = cute.make_rmem_tensor(out.layout, Float32)
+            if apart:
+                kept.store(out.load())
             multiply(pv, out, weights, fragment_v[None, None, None, stage], accumulate=True)
+            if apart:
+                for half in cutlass.range_constexpr(2):
+                    if visible[half] <= 0:
+                        rows_of_thread(out)[half, None].store(rows_of_thread(kept)[half, None].load())
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(kv_empty + stage)

@@ -24,13 +24,14 @@ def vector(pointer: cute.Pointer) -> cute.Tensor:
 
 
 @cute.jit
-def key_length(sequence: Int32, cu_seqlens_k: cute.Pointer, seqused_k: cute.Pointer) -> Int32:
-    """Keys of a sequence: ``seqused_k`` where given, else from ``cu_seqlens_k``."""
+def key_length(sequence: Int32, cu_seqlens_k: cute.Pointer, seqused_k: cute.Pointer, paged: Boolean) -> Int32:
+    """Keys of a sequence: ``seqused_k`` where given (flat, its own at most), else what ``cu_seqlens_k`` says."""
     cu = vector(cu_seqlens_k)
     length = cu[sequence + 1] - cu[sequence]
     if seqused_k.toint() != 0:
-        length = vector(seqused_k)[sequence]
-    return length
+        used = vector(seqused_k)[sequence]
+        length = used if paged else min(used, length)
+    return max(length, 0)
 
 
 @cute.jit
@@ -67,9 +68,10 @@ def bounds(
     cu_seqlens_q: cute.Pointer,
     cu_seqlens_k: cute.Pointer,
     seqused_k: cute.Pointer,
+    paged: Boolean,
 ):
     """(key_limit, causal_shift) of a block, as ``mask.visible_keys`` takes them."""
-    len_k = key_length(sequence, cu_seqlens_k, seqused_k)
+    len_k = key_length(sequence, cu_seqlens_k, seqused_k, paged)
     key_limit = len_k - block * BLK_KV
     causal_shift = Int32(NO_DIAGONAL)
     if causal != 0:
