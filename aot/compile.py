@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from aot.kernel import Kernel
 
 
+SYMBOL_PREFIX = "sparse_aot_"  # of every kernel: profilers and sanitizers tell ours by it
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A configuration's cubin and PTX, and what its kernel class says about launching it, as JSON values."""
@@ -46,7 +49,8 @@ def compile_configuration(configuration: Configuration) -> Compiled:
         kernel = make_kernel(configuration)
         with tempfile.TemporaryDirectory(prefix="sparse_aot-") as directory:
             dump_dir = Path(directory)
-            kernel.compile(configuration.arch, dump_dir)
+            symbol = f"{SYMBOL_PREFIX}{configuration.name}".replace("-", "_")
+            kernel.compile(symbol, configuration.arch, dump_dir)
             (cubin,) = dump_dir.glob("*.cubin")
             (ptx,) = dump_dir.glob("*.ptx")
             return Compiled(cubin.read_bytes(), ptx.read_bytes(), _launch(kernel))

@@ -96,11 +96,17 @@ class Kernel:
             grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, min_blocks_per_mp=self.min_blocks_per_mp
         )
 
-    def compile(self, arch: str, dump_dir: Path) -> None:
-        """Write the kernel's cubin and PTX for ``arch`` (``sm_90a``, ``sm_100f``) into ``dump_dir``."""
+    def compile(self, symbol: str, arch: str, dump_dir: Path) -> None:
+        """Write the kernel's cubin and PTX for ``arch`` (``sm_90a``, ``sm_100f``) into ``dump_dir``.
+
+        ``symbol`` is what its name there begins with, where the DSL's own would hold module and class: a kernel that
+        moves keeps its cubin. The DSL's "cutlass" stays in the name: the assembler allocates registers otherwise for
+        kernels that have it, and without it those of Blackwell spill.
+        """
         signature = [name for name in inspect.signature(self.kernel).parameters if name != "self"]
         if signature != list(self.params):
             raise TypeError(f"{type(self).__name__}.kernel takes {signature}, but params names {list(self.params)}")
+        type(self).kernel.set_name_prefix(symbol, keep_mangled_name=False)
         args = []
         for kind in self.params.values():
             if isinstance(kind, Ptr):

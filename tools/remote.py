@@ -34,7 +34,7 @@ SANITIZED = [  # few launches each: a sanitizer makes a kernel up to a thousand 
     "tests/gpu/test_attention.py::test_tokens_and_page_table_rows_past_the_batch_are_padding",
     "tests/gpu/test_attention.py::test_temperature_lse_matches_the_reference[16-bfloat16]",
 ]
-OUR_SYMBOLS = "aotkernels"  # in the name of every kernel of the bundle; torch's own are not instrumented
+OUR_SYMBOLS = "sparse_aot_"  # in the name of every kernel of the bundle; torch's own are not instrumented
 PROFILED = ["--q2k-pattern", "sink", "--warmup", "2", "--iters", "1", "--cuda-profiler-capture"]
 
 Command = tuple[list[str], dict[str, str]]  # arguments, additions to the environment
