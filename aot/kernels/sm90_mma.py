@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -27,6 +28,12 @@ def products(s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor):
     fragment_k = qk.make_fragment_B(qk.get_slice(0).partition_B(s_k))
     fragment_v = pv.make_fragment_B(pv.get_slice(0).partition_B(s_v))
     return qk, pv, fragment_q, fragment_k, fragment_v
+
+
+def copy(x: Float32) -> Float32:
+    """``x`` in a register of its own, where this is executed and nowhere else: a plain assignment under a condition
+    becomes a select outside of it, which costs as much where the condition does not hold."""
+    return Float32(llvm.inline_asm(Float32.mlir_type, [x.ir_value()], "mov.b32 $0, $1;", "=f,f", has_side_effects=True))
 
 
 @cute.jit

@@ -18,7 +18,7 @@ from aot.kernels import loading, partials, softmax, work
 from aot.kernels.loading import KV_STAGES
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
 from aot.kernels.partials import HEAD_DIM
-from aot.kernels.sm90_mma import TILE_ROWS, as_operand, multiply, products, rows_of_thread
+from aot.kernels.sm90_mma import TILE_ROWS, as_operand, copy, multiply, products, rows_of_thread
 
 CONSUMERS = work.WALK_ROWS // TILE_ROWS
 PRODUCER_REGISTERS = 40
@@ -139,7 +139,8 @@ class WalkRoles:
             apart = not cute.arch.vote_all_sync(visible[0] > 0 and visible[1] > 0)
             kept = cute.make_rmem_tensor(out.layout, Float32)
             if apart:
-                kept.store(out.load())
+                for i in cutlass.range_constexpr(cute.size(out)):
+                    kept[i] = copy(out[i])
             multiply(pv, out, weights, fragment_v[None, None, None, stage], accumulate=True)
             if apart:
                 for half in cutlass.range_constexpr(2):
