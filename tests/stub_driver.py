@@ -180,7 +180,7 @@ def read_manifest(folder):
 
 
 def write_layouts(folder, path):
-    """What the stub's cuFuncGetParamInfo reports: what the bundle's manifest says."""
+    """What the stub's cuKernelGetParamInfo reports: what the bundle's manifest says."""
     lines = []
     for entry in read_manifest(folder):
         pairs = [f"{param['offset']}:{param['size']}" for param in entry["params"]]
