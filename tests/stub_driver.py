@@ -419,6 +419,18 @@ class VersionedArray(DeviceArray):
         return capsule
 
 
+class PlainArray(DeviceArray):
+    """One that nothing makes: its module has no ``from_dlpack``."""
+
+    __module__ = "nowhere"
+
+
+class ImmutableArray(DeviceArray):
+    """One of a framework whose arrays are never written, though it exports them as any other."""
+
+    __module__ = "jaxlib._jax"  # that of jax.Array's implementation
+
+
 def from_dlpack(source):
     """What the launcher finds as DeviceArray's importer; makes int32 of int64, as JAX does."""
     get, _ = api_pointers()

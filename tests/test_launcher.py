@@ -23,6 +23,7 @@ from stub_driver import (
     REAL_BUNDLE,
     TOPK,
     DeviceArray,
+    PlainArray,
     clear_log,
     descriptor,
     failing,
@@ -414,6 +415,27 @@ def test_arrays_that_only_speak_dlpack_give_and_get_their_own_type():
     calls = [(call["call"], call.get("stream")) for call in recorded()]
     last_launch = max(i for i, (name, _) in enumerate(calls) if name == "launch")
     assert calls[last_launch + 1 :].count(("cuStreamWaitEvent", 2)) == 2
+
+
+@pytest.mark.parametrize("stream", [None, 0x60])
+@on_stub
+def test_arrays_that_nothing_makes_take_buffers_for_the_results(stream):
+    call = Call(foreign=True, with_schedule=False)
+    owners = dict(call.arguments)
+    for name, array in owners.items():
+        if isinstance(array, DeviceArray):
+            call.arguments[name] = PlainArray(array.host, array.bfloat16)
+    out, lse = PlainArray(np.zeros((64, 8, DIM), np.int16), True), PlainArray(np.zeros((64, 8), np.float32))
+    clear_log()
+    assert call.run(out=out, lse=lse, return_softmax_lse=True, stream=stream) == (out, lse)
+    forward, combine = forward_and_combine()
+    assert (combine["params"]["out"], combine["params"]["lse"]) == (address(out), address(lse))
+    assert forward["params"]["work_capacity"] > 0
+    allocated = {made["pointer"] for made in recorded("cuMemAllocAsync")}
+    Call(foreign=True)  # which lets go of what is done
+    assert allocated <= {freed["pointer"] for freed in recorded("cuMemFreeAsync")}
+    with pytest.raises(TypeError, match="q: expected an array of a type that results can be made of"):
+        call.run(lse=lse)
 
 
 @on_stub
