@@ -200,15 +200,20 @@ cdef cydriver.CUcontext enter(Device device, int* pushed) except NULL:
     return device.context
 
 
+cdef dict _multiprocessors = {}  # the id of a context, which no other gets after it -> its multiprocessors
+
+
 cdef int multiprocessors_of(Device device, cydriver.CUcontext context) except -1:
     cdef cydriver.CUdevResource resource
+    cdef unsigned long long number = 0
     if context == device.context:
         return device.multiprocessors
-    check(
-        cydriver.cuCtxGetDevResource(context, &resource, cydriver.CU_DEV_RESOURCE_TYPE_SM),
-        "cuCtxGetDevResource of the current context",
-    )
-    return resource.sm.smCount
+    check(cydriver.cuCtxGetId(context, &number), "cuCtxGetId")
+    count = _multiprocessors.get(number)
+    if count is None:  # the question costs as much as a tenth of a call
+        check(cydriver.cuCtxGetDevResource(context, &resource, cydriver.CU_DEV_RESOURCE_TYPE_SM), "cuCtxGetDevResource")
+        count = _multiprocessors[number] = resource.sm.smCount
+    return count
 
 
 # Streams --------------------------------------------------------------------------------------------------------------

@@ -142,6 +142,11 @@ CUresult cuCtxGetDevice(CUdevice* device) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuCtxGetId(CUcontext context, unsigned long long* id) {
+  *id = (size_t)context;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuCtxGetDevResource(CUcontext context, CUdevResource* resource, CUdevResourceType type) {
   if (type != CU_DEV_RESOURCE_TYPE_SM) return CUDA_ERROR_INVALID_VALUE;
   record("{\"call\": \"cuCtxGetDevResource\", \"context\": %zu}", (size_t)context);

@@ -100,6 +100,16 @@ def test_the_primary_context_and_a_default_stream_cost_no_question_to_the_driver
     assert {call["call"] for call in recorded()} == {"cuMemsetD32Async", "launch"}
 
 
+@on_stub
+def test_a_context_is_asked_for_its_multiprocessors_once():
+    with current(0x2009):
+        call = Call()
+        for _ in range(3):
+            call.run()
+    assert [asked["context"] for asked in recorded("cuCtxGetDevResource")] == [0x2009]
+    assert launches()[-2]["grid"] == [9, 1, 1]
+
+
 @pytest.mark.parametrize("context", [None, PRIMARY, 0x2008])
 @on_stub
 def test_work_on_a_stream_is_in_the_streams_own_context(context):
