@@ -373,6 +373,8 @@ cdef Schedule _make_schedule(
 ):
     """The schedule of a call that was given none."""
     cdef int64_t[2] counts_shape = [p.total_q, p.head_kv]
+    cdef Buffer qsplit_indices = call.temporary(INT32, 2, p.q_indices.shape)
+    cdef Buffer split_counts = call.temporary(INT32, 2, counts_shape)
     if not call.ordered and is_capturing(call.stream):
         raise ValueError(
             "schedule: expected one under graph capture on a stream that is not the current one of q's framework"
@@ -380,8 +382,8 @@ cdef Schedule _make_schedule(
     schedule = prepare_sparse_fwd_schedule_and_split(
         k2q_row_ptr=k2q_row_ptr,
         k2q_q_indices=k2q_q_indices,
-        k2q_qsplit_indices=call.empty(INT32, 2, p.q_indices.shape).finish(),
-        split_counts=call.empty(INT32, 2, counts_shape).finish(),
+        k2q_qsplit_indices=qsplit_indices,
+        split_counts=split_counts,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         total_q=p.total_q,
@@ -394,6 +396,8 @@ cdef Schedule _make_schedule(
         enabled=True,
         stream=stream,
     )
+    qsplit_indices.outlive()
+    split_counts.outlive()
     if not call.ordered:
         call.hold(schedule)
     return schedule
@@ -406,7 +410,8 @@ cdef dict _combine_kernels = {}  # device, partial dtype and topk in one int -> 
 
 
 cdef Kernel _forward_kernel(Call call, Problem* p, tuple mma, str partial, bint temperature):
-    cdef int64_t key = ((<int64_t>call.device.ordinal << 16 | PARTIAL_DTYPES[partial]) << 5 | p.g) << 1 | temperature
+    cdef uint64_t stored = PARTIAL_DTYPES[partial]
+    cdef uint64_t key = ((<uint64_t>call.device.ordinal << 16 | stored) << 5 | p.g) << 1 | temperature
     kernel = _forward_kernels.get(key)
     if kernel is None:
         kernel = _forward_kernels[key] = get_kernel(
@@ -426,7 +431,8 @@ cdef Kernel _forward_kernel(Call call, Problem* p, tuple mma, str partial, bint 
 
 
 cdef Kernel _combine_kernel(Call call, Problem* p, str partial):
-    cdef int64_t key = (<int64_t>call.device.ordinal << 16 | PARTIAL_DTYPES[partial]) << 6 | p.topk
+    cdef uint64_t stored = PARTIAL_DTYPES[partial]
+    cdef uint64_t key = (<uint64_t>call.device.ordinal << 16 | stored) << 6 | p.topk
     kernel = _combine_kernels.get(key)
     if kernel is None:
         kernel = _combine_kernels[key] = get_kernel(call.device, "combine", {"partial": partial, "topk": p.topk})
@@ -582,25 +588,27 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
         _encode_keys(&v_map, &forward.maps[2], &p.v, "v")
         if forward.walks and _plan_fits(p, schedule):
             walk_totals = schedule.walk_totals_view.data
+            if schedule.walk_totals_memory is not None:
+                call.hold(schedule.walk_totals_memory)
     if call.on_host:
         _reach_schedule(call, schedule)
         if has_work:
             call.set_words(<int64_t>work_counter, 0, 1)
-            forward.simulate(0, call.memory, forward_params)
-        return combine.simulate(combine_work, call.memory, combine_params)
+            forward.simulate(call, 0, forward_params)
+        return combine.simulate(call, combine_work, combine_params)
     with nogil:
         if has_work:
             memset_result = cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>work_counter, 0, 1, call.stream)
             if memset_result == cydriver.CUDA_SUCCESS:
-                forward_result = forward.enqueue(0, call.stream, forward_params)
+                forward_result = forward.enqueue(call, 0, forward_params)
         if memset_result == cydriver.CUDA_SUCCESS and forward_result == cydriver.CUDA_SUCCESS:
-            combine_result = combine.enqueue(combine_work, call.stream, combine_params)
+            combine_result = combine.enqueue(call, combine_work, combine_params)
     if memset_result != cydriver.CUDA_SUCCESS:
         check(memset_result, f"cuMemsetD32Async of the work counter of {forward.name}")
     if forward_result != cydriver.CUDA_SUCCESS:
-        forward.failed(forward_result, 0)
+        forward.failed(call, forward_result, 0)
     if combine_result != cydriver.CUDA_SUCCESS:
-        combine.failed(combine_result, combine_work)
+        combine.failed(call, combine_result, combine_work)
     return call.launched()
 
 
@@ -633,6 +641,7 @@ def sparse_atten_func(
     q_scale=None,
     k_scale=None,
     v_scale=None,
+    usable_SM_count=None,
     out=None,
     lse=None,
     stream=None,
@@ -672,11 +681,15 @@ def sparse_atten_func(
             makes one inside the call.
         qk_dtype, pv_dtype: the dtypes of the two products; None is the default for the storage ("bfloat16").
         q_scale, k_scale, v_scale: belong to fp8 storage; must be None for bfloat16.
+        usable_SM_count: at most so many multiprocessors work on the attention, an integer from 1; None is all that the
+            CUDA context has. The result has the same bits.
         out: bfloat16 ``[total_q, Hq, 128]`` to write into; 16-byte aligned strides, last dimension contiguous.
         lse: float32 ``[total_q, Hq]`` to write into, any positive strides.
         stream: CUDA stream to work on, an int handle or an object with ``__cuda_stream__``; None is the current stream
             of q's framework. Arrays that the call returns are allocated in that framework's current stream: keep them
-            until the work on another ``stream`` is done.
+            until the work on another ``stream`` is done. The work is done in the CUDA context of the stream; that of a
+            default stream is the current context where it belongs to q's device (a green context among them), else the
+            device's primary one.
 
     Returns:
         ``out``, bfloat16 ``[total_q, Hq, 128]``; with ``return_softmax_lse`` ``(out, lse)``, lse float32
@@ -702,6 +715,8 @@ def sparse_atten_func(
     cdef Call call = open_call("q", q, &p.q, stream)
     if call.on_host:
         call.simulate()
+    if usable_SM_count is not None:
+        call.multiprocessors = min(call.multiprocessors, integer("usable_SM_count", usable_SM_count, 1, 0x7FFFFFFF))
     if n_topk not in TOPK:
         raise NotImplementedError(f"topk: got {n_topk}; supported: {', '.join(map(str, TOPK))}")
     if integer("blk_kv", blk_kv, 1, 1 << 20) != BLK_KV:

@@ -6,22 +6,24 @@ A launch sequence registers the parameters that it packs, once, at import; gets 
 
     cdef Kernel kernel = get_kernel(call.device, "combine", {"partial": "bfloat16", "topk": 16})     first use loads
     cdef void* params[16]                      params[i] = &value of parameter i, in the signature's order
-    kernel.launch(work, call.stream, params)   grid = ceil(work / work_per_cta), or one CTA a multiprocessor
+    kernel.launch(call, work, params)          grid = ceil(work / work_per_cta), or one CTA a multiprocessor of the call
 
 get_kernel builds a dict key: where host time counts, keep the Kernel in a dict of your own keyed by an int. To release
 the GIL once around several launches, call `enqueue` and hand a result that is not CUDA_SUCCESS to `failed`.
-The device's context must be current, as it is while a Call lives.
+A context of the device must be current, as it is while a Call lives. Kernels belong to no context: one runs in that of
+the stream that it is launched on.
 
     encode_tensor_map(&map, kernel.maps[0], ...)   maps[i] is the format of the i-th tensor_map parameter
 
 On a call of host arrays the kernel runs in the simulator instead, before it returns; maps are then the simulator's:
 
-    kernel.simulate(work, call.memory, params)
+    kernel.simulate(call, work, params)
 """
 
 from cuda.bindings cimport cydriver
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from sparse_aot._dlpack cimport Call
 from sparse_aot._driver cimport Device
 
 
@@ -43,7 +45,7 @@ cdef class Kernel:
     cdef readonly str name
     cdef readonly Device device
     cdef dict entry  # of the manifest
-    cdef cydriver.CUfunction function
+    cdef cydriver.CUfunction function  # a CUkernel, which the driver's launches take as it is
     cdef unsigned int threads
     cdef unsigned int smem_bytes
     cdef int64_t work_per_cta
@@ -51,13 +53,13 @@ cdef class Kernel:
     cdef bint walks
     cdef MapFormat[MAX_TENSOR_MAPS] maps
 
-    cdef unsigned int grid(self, int64_t work) noexcept nogil
-    cdef int launch(self, int64_t work, cydriver.CUstream stream, void** params) except -1
+    cdef unsigned int grid(self, Call call, int64_t work) noexcept nogil
+    cdef int launch(self, Call call, int64_t work, void** params) except -1
     cdef cydriver.CUresult enqueue(
-        self, int64_t work, cydriver.CUstream stream, void** params
+        self, Call call, int64_t work, void** params
     ) except? cydriver.CUDA_ERROR_NOT_FOUND nogil
-    cdef int simulate(self, int64_t work, list memory, void** params) except -1
-    cdef int failed(self, cydriver.CUresult result, int64_t work) except -1
+    cdef int simulate(self, Call call, int64_t work, void** params) except -1
+    cdef int failed(self, Call call, cydriver.CUresult result, int64_t work) except -1
 
 
 cdef int register_signature(str operation, tuple signature) except -1

@@ -1,4 +1,4 @@
-"""The kernels of the bundle: finding it, verified loading per device, TMA descriptors, launching."""
+"""The kernels of the bundle: finding it, verified loading, TMA descriptors, launching."""
 
 import hashlib
 import itertools
@@ -8,11 +8,11 @@ import pathlib
 import threading
 
 from cuda.bindings cimport cydriver
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcmp, memcpy, memset
 
 from sparse_aot._dlpack cimport integer
-from sparse_aot._driver cimport check, get_device, initialise
+from sparse_aot._driver cimport check, enter, get_device, initialise, leave
 
 from sparse_aot import sim
 
@@ -214,6 +214,7 @@ def get_bundle():
 # Loading --------------------------------------------------------------------------------------------------------------
 
 cdef dict _kernels = {}  # (ordinal, operation, options) -> Kernel
+cdef dict _loaded = {}  # path of a cubin -> its CUkernel, for every device and context of the process
 
 
 cdef Kernel get_kernel(Device device, str operation, dict options):
@@ -253,74 +254,94 @@ def preload(device=None):
             check(cydriver.cuCtxGetDevice(&current), "cuCtxGetDevice")
         device = current
     cdef Device target = get_device(device)
+    cdef int pushed = 0
     bundle = get_bundle()
     arch = bundle.architecture(target)
     entries = [entry for entry in bundle.configurations if entry["arch"] == arch]
     if not entries:
         raise bundle.unsupported(target)
-    check(cydriver.cuCtxPushCurrent(target.context), "cuCtxPushCurrent")
+    enter(target, &pushed)
     try:
         for entry in entries:
             get_kernel(target, entry["operation"], entry["options"])
     finally:
-        cydriver.cuCtxPopCurrent(&context)
+        leave(pushed)
     return len(entries)
 
 
 cdef Kernel _load(object bundle, dict entry, Device device):
     cdef cydriver.CUstreamCaptureMode mode = cydriver.CU_STREAM_CAPTURE_MODE_RELAXED
+    cdef Kernel kernel
     bundle.check_layout(entry)
+    kernel = _describe(entry, device)
     if device.simulated is not None:  # its first launch loads the PTX
-        return _describe(entry, device)
-    cubin = bundle.read(entry)
+        return kernel
     # Another stream of this thread may be under capture, which forbids what loading does unless the thread is relaxed.
     check(cydriver.cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode")
     try:
-        return _load_verified(str(bundle.folder / entry["file"]), entry, cubin, device)
+        _load_driver_kernel(bundle, kernel)
     finally:
         cydriver.cuThreadExchangeStreamCaptureMode(&mode)
+    return kernel
 
 
-cdef Kernel _load_verified(str path, dict entry, bytes cubin, Device device):
-    cdef cydriver.CUmodule module
+cdef int _load_driver_kernel(object bundle, Kernel kernel) except -1:
+    """Set ``kernel.function``; the code is on the device, in the current context, afterwards."""
+    cdef cydriver.CUkernel handle
+    cdef cydriver.CUfunction function
+    path = str(bundle.folder / kernel.entry["file"])
+    where = f"{path} on {kernel.device!r}"
+    if path not in _loaded:
+        _loaded[path] = _load_verified(path, kernel.entry, bundle.read(kernel.entry), where)
+    handle = <cydriver.CUkernel><uintptr_t>_loaded[path]
+    if kernel.smem_bytes:
+        check(
+            cydriver.cuKernelSetAttribute(
+                cydriver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, <int>kernel.smem_bytes, handle,
+                kernel.device.handle,
+            ),
+            f"cuKernelSetAttribute({kernel.smem_bytes} bytes of shared memory) of {where}",
+        )
+    check(cydriver.cuKernelGetFunction(&function, handle), f"cuKernelGetFunction of {where}")
+    check(cydriver.cuFuncLoad(function), f"cuFuncLoad of {where}")
+    kernel.function = <cydriver.CUfunction>handle
+    return 0
+
+
+cdef uintptr_t _load_verified(str path, dict entry, bytes cubin, str where) except 0:
+    """The CUkernel of a cubin, whose parameters are those in the manifest."""
+    cdef cydriver.CUlibrary library
     cdef const char* image = cubin
-    where = f"{path} on {device!r}"
-    check(cydriver.cuModuleLoadData(&module, image), f"cuModuleLoadData of {where}")
+    check(
+        cydriver.cuLibraryLoadData(&library, image, NULL, NULL, 0, NULL, NULL, 0), f"cuLibraryLoadData of {where}"
+    )
     try:
-        return _kernel_of(module, path, entry, device, where)
+        return _kernel_of(library, path, entry, where)
     except BaseException:
-        cydriver.cuModuleUnload(module)
+        cydriver.cuLibraryUnload(library)
         raise
 
 
-cdef Kernel _kernel_of(cydriver.CUmodule module, str path, dict entry, Device device, str where):
+cdef uintptr_t _kernel_of(cydriver.CUlibrary library, str path, dict entry, str where) except 0:
+    cdef cydriver.CUkernel kernel
     cdef size_t offset = 0
     cdef size_t size = 0
     cdef size_t index
-    cdef Kernel kernel = _describe(entry, device)
     symbol = entry["symbol"].encode()
-    check(cydriver.cuModuleGetFunction(&kernel.function, module, symbol), f"cuModuleGetFunction of {where}")
+    check(cydriver.cuLibraryGetKernel(&kernel, library, symbol), f"cuLibraryGetKernel of {where}")
     for index, param in enumerate(entry["params"]):
         check(
-            cydriver.cuFuncGetParamInfo(kernel.function, index, &offset, &size),
-            f"cuFuncGetParamInfo of parameter {index} ({param['name']}) of {where}",
+            cydriver.cuKernelGetParamInfo(kernel, index, &offset, &size),
+            f"cuKernelGetParamInfo of parameter {index} ({param['name']}) of {where}",
         )
         if (offset, size) != (param["offset"], param["size"]):
             raise BundleError(
                 f"{path}: parameter {param['name']}: the driver reports {size} bytes at offset {offset}, the manifest "
                 f"has {param['size']} at {param['offset']}"
             )
-    if cydriver.cuFuncGetParamInfo(kernel.function, len(entry["params"]), &offset, &size) == cydriver.CUDA_SUCCESS:
+    if cydriver.cuKernelGetParamInfo(kernel, len(entry["params"]), &offset, &size) == cydriver.CUDA_SUCCESS:
         raise BundleError(f"{path}: the driver reports more parameters than the {len(entry['params'])} in the manifest")
-    if kernel.smem_bytes:
-        check(
-            cydriver.cuFuncSetAttribute(
-                kernel.function, cydriver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, <int>kernel.smem_bytes
-            ),
-            f"cuFuncSetAttribute({kernel.smem_bytes} bytes of shared memory) of {where}",
-        )
-    check(cydriver.cuFuncLoad(kernel.function), f"cuFuncLoad of {where}")
-    return kernel
+    return <uintptr_t>kernel
 
 
 cdef Kernel _describe(dict entry, Device device):
@@ -359,54 +380,54 @@ cdef MapFormat _map_format(dict described, Device device) except *:
 cdef class Kernel:
     """One kernel, loaded on one device; or, on a simulated device, its PTX."""
 
-    cdef unsigned int grid(self, int64_t work) noexcept nogil:
+    cdef unsigned int grid(self, Call call, int64_t work) noexcept nogil:
         if self.work_per_cta == 0:
-            return self.device.multiprocessors
+            return call.multiprocessors
         return <unsigned int>((work + self.work_per_cta - 1) // self.work_per_cta)
 
     cdef cydriver.CUresult enqueue(
-        self, int64_t work, cydriver.CUstream stream, void** params
+        self, Call call, int64_t work, void** params
     ) except? cydriver.CUDA_ERROR_NOT_FOUND nogil:
         cdef cydriver.CUlaunchConfig config
         cdef cydriver.CUlaunchAttribute attribute
         if not self.pdl:
             return cydriver.cuLaunchKernel(
-                self.function, self.grid(work), 1, 1, self.threads, 1, 1, self.smem_bytes, stream, params, NULL
+                self.function, self.grid(call, work), 1, 1, self.threads, 1, 1, self.smem_bytes, call.stream, params, NULL
             )
         memset(&config, 0, sizeof(config))
         memset(&attribute, 0, sizeof(attribute))
-        config.gridDimX = self.grid(work)
+        config.gridDimX = self.grid(call, work)
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX = self.threads
         config.sharedMemBytes = self.smem_bytes
-        config.hStream = stream
+        config.hStream = call.stream
         config.attrs = &attribute
         config.numAttrs = 1
         attribute.id = cydriver.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         return cydriver.cuLaunchKernelEx(&config, self.function, params, NULL)
 
-    cdef int launch(self, int64_t work, cydriver.CUstream stream, void** params) except -1:
+    cdef int launch(self, Call call, int64_t work, void** params) except -1:
         cdef cydriver.CUresult result
         with nogil:
-            result = self.enqueue(work, stream, params)
+            result = self.enqueue(call, work, params)
         if result != cydriver.CUDA_SUCCESS:
-            self.failed(result, work)
+            self.failed(call, result, work)
         return 0
 
-    cdef int simulate(self, int64_t work, list memory, void** params) except -1:
+    cdef int simulate(self, Call call, int64_t work, void** params) except -1:
         cdef size_t i, size
         values = []
         for i, param in enumerate(self.entry["params"]):
             size = param["size"]
             values.append((<const char*>params[i])[:size])
-        sim.run(self.entry, self.grid(work), values, memory)
+        sim.run(self.entry, self.grid(call, work), values, call.memory)
         return 0
 
-    cdef int failed(self, cydriver.CUresult result, int64_t work) except -1:
+    cdef int failed(self, Call call, cydriver.CUresult result, int64_t work) except -1:
         return check(
             result,
-            f"launch of {self.name} on {self.device!r} (grid {self.grid(work)}, {self.threads} threads, "
+            f"launch of {self.name} on {self.device!r} (grid {self.grid(call, work)}, {self.threads} threads, "
             f"{self.smem_bytes} bytes of shared memory)",
         )
 

@@ -160,8 +160,8 @@ cdef class Operation:
         for i in range(self.count):
             params[i] = <int64_t*>values + self.slots[i]
         if call.on_host:
-            return kernel.simulate(work, call.memory, params)
-        return kernel.launch(work, call.stream, params)
+            return kernel.simulate(call, work, params)
+        return kernel.launch(call, work, params)
 
 
 cdef Operation CSR_ROWS = Operation(
@@ -644,6 +644,7 @@ def prepare_sparse_fwd_schedule_and_split(
     cdef Plan plan
     cdef Buffer metadata, work_count, split_entries
     cdef Call call = open_call("k2q_row_ptr", k2q_row_ptr, &rows_view, stream)
+    call.private = isinstance(split_counts, Buffer)  # of the attention, which makes a schedule for itself
     if call.on_host and sim.options.csr:
         call.simulate()
     check_rank("k2q_row_ptr", &rows_view, 2)
@@ -732,7 +733,7 @@ cdef int finish_walk_plan(Call call, Schedule schedule, Buffer blocks, Buffer co
                 ),
                 "cuMemcpyDtoDAsync",
             )
-        totals.call = None  # which has to end with the public function
+        totals.outlive()
         memory = totals
     schedule.set_walk_plan(
         blocks.finish(), &blocks.view, counts.finish(), &counts.view, shown.finish(), &totals.view, memory

@@ -19,8 +19,8 @@ A public function opens one Call on its first array, reads the others through it
 
 `call.on_host` says that the arrays are the host's (call.stream is then meaningless). `call.device` is None there until
 `call.simulate()` gives it the simulator's device; kernels then may touch what is in `call.memory`: every array that was
-read or allocated through the call or named to `call.reach(name, &view)`. A Call makes the device's primary context
-current for as long as it lives, so it must stay a local variable. A View borrows: it is valid while the array lives.
+read or allocated through the call or named to `call.reach(name, &view)`. A Call keeps the context of its stream current
+for as long as it lives, so it must stay a local variable. A View borrows: it is valid while the array lives.
 """
 
 from cuda.bindings cimport cydriver
@@ -124,7 +124,7 @@ cdef struct View:
     DLDevice device
     int dtype  # DType, or any other code << 8 | bits; -1 for vector types
     int ndim
-    bint readonly  # only known of what came through __dlpack__
+    bint readonly  # as far as its type says so
     int64_t shape[MAX_RANK]
     int64_t strides[MAX_RANK]
 
@@ -133,6 +133,8 @@ cdef class Producer:
     cdef object kind
     cdef DLPackExchangeAPI* api  # NULL: __dlpack__ only
     cdef str root  # the top-level module of the type
+    cdef bint allocates  # makes uninitialised arrays: through `api`, or by the `empty` of NumPy or CuPy
+    cdef bint immutable  # its arrays are never to be written, whatever they are exported as
 
 
 cdef class Call:
@@ -145,12 +147,18 @@ cdef class Call:
     cdef bint on_host
     cdef list memory  # of host arrays: (address, bytes, name) each
     cdef cydriver.CUstream stream
+    cdef cydriver.CUcontext context  # of `stream`, current while the Call lives
+    cdef cydriver.CUcontext home  # that of the caller's default streams
+    cdef int multiprocessors  # of `context`; a kernel with a CTA for each gets so many
+    cdef bint private  # made inside another call, which keeps its results: `finish` returns the Buffer
     cdef bint ordered  # `stream` is the one that the producer's allocator orders its memory by
-    cdef bint pushed
+    cdef int pushed  # contexts
     cdef list held  # owners of memory that is freed without regard to `stream`
 
+    cdef int wait_for(self, cydriver.CUstream current) except -1
     cdef int read(self, str name, object array, View* view) except -1
     cdef Buffer empty(self, int dtype, int ndim, const int64_t* shape)
+    cdef Buffer temporary(self, int dtype, int ndim, const int64_t* shape)
     cdef Buffer scratch(self, int64_t n_bytes)
     cdef object to_host(self, str name, const View* view)
     cdef int hold(self, object owner) except -1
@@ -164,12 +172,15 @@ cdef class Buffer:
     cdef View view
     cdef Call call  # until finish()
     cdef DLDevice where  # for __dlpack__, from finish() on
-    cdef cydriver.CUstream stream  # likewise
+    cdef cydriver.CUstream stream  # likewise, and the two contexts
+    cdef cydriver.CUcontext context
+    cdef cydriver.CUcontext home
     cdef DLManagedTensorVersioned* managed  # from the producer's allocator, until finish()
     cdef DLManagedTensorVersioned* pooled  # from the driver's stream-ordered pool or the host's, until exported
     cdef object array  # the producer's own array, where it allocated one itself
 
     cdef object finish(self)
+    cdef int outlive(self) except -1
 
 
 cdef Call open_call(str name, object array, View* view, object stream)

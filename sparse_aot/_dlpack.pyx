@@ -9,6 +9,10 @@ Streams: the producer's current stream is what the exchange API or CuPy say it i
 is passed to ``__dlpack__(stream=...)`` so that the producer orders its own work before it. A `stream=` that is not the
 producer's current stream first waits for the current one (where the array comes from, and where the allocator reuses
 memory), unless it is being captured: what a graph depends on is the caller's to say.
+
+Contexts: work is done in the context of its stream. A default stream is that of the current context where this belongs
+to the arrays' device (a green context among them), else of the device's primary one. What outlives a call depends
+neither on its context nor on its stream: both may be destroyed by then.
 """
 
 import collections
@@ -24,7 +28,21 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from sparse_aot._driver cimport check, get_device, is_capturing, order_streams, simulated_device, stream_handle
+from sparse_aot._driver cimport (
+    check,
+    context_of,
+    enter,
+    get_device,
+    is_capturing,
+    lasting_stream,
+    leave,
+    multiprocessors_of,
+    order_streams,
+    push,
+    record_event,
+    simulated_device,
+    stream_handle,
+)
 
 from sparse_aot import sim
 
@@ -38,6 +56,7 @@ cdef extern from "<stdlib.h>":
 
 cdef enum:
     HOST_ALIGNMENT = 256  # as the driver's allocator has it
+    READ_ONLY = 1  # a flag of DLPack
 
 
 cdef dict _DTYPE_NAMES = {
@@ -53,6 +72,7 @@ cdef dict _NUMPY_DTYPES = {"bfloat16": BFLOAT16, "float8_e4m3fn": FLOAT8_E4M3FN}
 cdef dict _CODE_NAMES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 cdef tuple _VERSION = (1, 3)  # the DLPack version that this file is written to
 cdef tuple _HOST_TYPES = (CPU, 3)  # plain and pinned host memory
+cdef tuple _IMMUTABLE = ("jax", "jaxlib", "tensorflow")  # modules whose arrays are values; they export them as writable
 
 
 # Producers ------------------------------------------------------------------------------------------------------------
@@ -84,6 +104,8 @@ cdef Producer _producer_of(object array):
         producer.kind = kind
         producer.api = _exchange_api(kind)
         producer.root = "numpy" if issubclass(kind, numpy.ndarray) else kind.__module__.partition(".")[0]
+        producer.allocates = producer.api is not NULL or producer.root in ("numpy", "cupy")
+        producer.immutable = producer.root in _IMMUTABLE
         _producers[kind] = producer
     _last_producer = producer
     return producer
@@ -133,9 +155,11 @@ cdef int _read_exchange(str name, Producer producer, object array, View* view) e
     if managed is NULL:
         return _fill(name, &tensor, view)
     try:
-        return _fill(name, &managed.dl_tensor, view)
+        _fill(name, &managed.dl_tensor, view)
+        view.readonly = managed.flags & READ_ONLY
     finally:
         managed.deleter(managed)
+    return 0
 
 
 cdef int _read_capsule(str name, object capsule, View* view) except -1:
@@ -146,7 +170,7 @@ cdef int _read_capsule(str name, object capsule, View* view) except -1:
         if versioned.version.major != 1:
             raise ValueError(f"{name}: expected DLPack version 1.x, got {versioned.version.major}")
         _fill(name, &versioned.dl_tensor, view)
-        view.readonly = versioned.flags & 1
+        view.readonly = versioned.flags & READ_ONLY
         return 0
     if PyCapsule_IsValid(capsule, "dltensor"):
         return _fill(name, &(<DLManagedTensor*>PyCapsule_GetPointer(capsule, "dltensor")).dl_tensor, view)
@@ -181,13 +205,25 @@ cdef str _where(int device_type, int device_id):
     return f"cuda:{device_id}" if device_type == CUDA else f"DLPack device ({device_type}, {device_id})"
 
 
+class _Writable:
+    """The memory of a read-only NumPy array, as writable: NumPy before 2.1 does not export any other over DLPack."""
+
+    def __init__(self, array):
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}
+
+
 cdef int _read_numpy(str name, object array, View* view) except -1:
     """An array of a dtype of ml_dtypes goes as integers of the same size and byte order, whose strides are the same."""
     cdef int dtype = _NUMPY_DTYPES.get(array.dtype.name, 0)
+    cdef bint readonly = not array.flags.writeable
     if dtype:
         array = array.view(numpy.dtype(f"u{array.dtype.itemsize}").newbyteorder(array.dtype.byteorder))
+    if readonly:
+        array = numpy.asarray(_Writable(array))
     capsule = _export(name, array, None)
     _read_capsule(name, capsule, view)
+    view.readonly = readonly
     if dtype:
         view.dtype = dtype
     return 0
@@ -216,7 +252,6 @@ cdef int _release_retired() except -1:
 cdef Call open_call(str name, object array, View* view, object stream):
     cdef Call call = Call.__new__(Call)
     cdef Producer producer = _producer_of(array)
-    cdef cydriver.CUcontext context = NULL
     cdef void* current = NULL
     cdef bint known = producer.api is not NULL  # whether the producer's current stream is known
     call.producer = producer
@@ -245,10 +280,7 @@ cdef Call open_call(str name, object array, View* view, object stream):
         raise ValueError(f"{name}: expected an array on a CUDA device or on the host, got {where}")
 
     call.device = get_device(call.where.device_id)
-    check(cydriver.cuCtxGetCurrent(&context), "cuCtxGetCurrent")
-    if context != call.device.context:
-        check(cydriver.cuCtxPushCurrent(call.device.context), "cuCtxPushCurrent")
-        call.pushed = True
+    call.home = enter(call.device, &call.pushed)
     if known:
         producer.api.current_work_stream(CUDA, call.where.device_id, &current)
     elif producer.root == "cupy":
@@ -263,7 +295,11 @@ cdef Call open_call(str name, object array, View* view, object stream):
         if call.stream != <cydriver.CUstream>current:
             call.ordered = False
             if known and not is_capturing(call.stream):
-                order_streams(<cydriver.CUstream>current, call.stream)
+                call.wait_for(<cydriver.CUstream>current)
+    call.context = context_of(call.stream, call.home)
+    if call.context != call.home:
+        _enter_stream(call)
+    call.multiprocessors = multiprocessors_of(call.device, call.context)
     if _retired:
         _release_retired()
     if producer.api is NULL:
@@ -271,17 +307,34 @@ cdef Call open_call(str name, object array, View* view, object stream):
     return call
 
 
+cdef int _enter_stream(Call call) except -1:
+    cdef cydriver.CUdevice handle = -1
+    push(call.context, &call.pushed)
+    check(cydriver.cuCtxGetDevice(&handle), "cuCtxGetDevice")
+    if handle != call.device.handle:
+        raise ValueError(f"stream: expected one of {_where(CUDA, call.device.ordinal)}, got one of {_where(CUDA, handle)}")
+    return 0
+
+
 cdef class Call:
     """One public call: where it works, on which stream, and who allocates its results. See the ``.pxd``."""
 
     def __dealloc__(self):
-        cdef cydriver.CUcontext context
-        if self.pushed:
-            cydriver.cuCtxPopCurrent(&context)
+        leave(self.pushed)
+
+    cdef int wait_for(self, cydriver.CUstream current) except -1:
+        """Work on ``stream`` runs after what a framework's current stream holds now."""
+        return order_streams(
+            current, context_of(current, self.home), self.stream, context_of(self.stream, self.home)
+        )
 
     cdef int read(self, str name, object array, View* view) except -1:
-        cdef Producer producer = _producer_of(array)
+        cdef Producer producer
         cdef void* current = NULL
+        if isinstance(array, Buffer):  # of a call that this one is made for
+            view[0] = (<Buffer>array).view
+            return self.reach(name, view) if self.on_host else 0
+        producer = _producer_of(array)
         if producer.api is not NULL:
             _read_exchange(name, producer, array, view)
         else:
@@ -307,18 +360,24 @@ cdef class Call:
             if current is NULL:
                 current = <void*><uintptr_t>cydriver.CU_STREAM_LEGACY
             if <cydriver.CUstream>current != self.stream and not is_capturing(self.stream):
-                order_streams(<cydriver.CUstream>current, self.stream)
+                self.wait_for(<cydriver.CUstream>current)
+        if producer.immutable:
+            view.readonly = True
         if self.on_host:
             self.reach(name, view)
         return 0
 
     cdef Buffer empty(self, int dtype, int ndim, const int64_t* shape):
         """Memory for a result, allocated by the producer: C-contiguous, not initialised."""
+        if self.importer is None and not self.producer.allocates and not self.private:
+            self.importer = _importer(self.name, self.like, self.producer)  # before any launch: there may be none
+        return self.temporary(dtype, ndim, shape)
+
+    cdef Buffer temporary(self, int dtype, int ndim, const int64_t* shape):
+        """The same for what is not returned, which needs no importer."""
         cdef Buffer buffer = Buffer.__new__(Buffer)
         cdef DLTensor prototype
         buffer.call = self
-        if self.importer is None and self.producer.api is NULL and self.producer.root not in ("numpy", "cupy"):
-            self.importer = _importer(self.name, self.like, self.producer)  # before any launch: there may be none
         prototype.data = NULL
         prototype.device = self.where
         prototype.ndim = ndim
@@ -353,7 +412,7 @@ cdef class Call:
         cdef Buffer buffer
         cdef DLTensor prototype
         if self.ordered:
-            return self.empty(UINT8, 1, &n_bytes)
+            return self.temporary(UINT8, 1, &n_bytes)
         buffer = Buffer.__new__(Buffer)
         buffer.call = self
         prototype.device = self.where
@@ -408,12 +467,13 @@ cdef class Call:
 
     cdef int launched(self) except -1:
         """To be called after the last launch."""
-        cdef cydriver.CUevent event
-        if self.held is None or is_capturing(self.stream):
+        cdef cydriver.CUstream stream = self.stream
+        if self.held is None or is_capturing(stream):
             return 0
-        check(cydriver.cuEventCreate(&event, cydriver.CU_EVENT_DISABLE_TIMING), "cuEventCreate")
-        _retired.append((<uintptr_t>event, self.held))
-        check(cydriver.cuEventRecord(event, self.stream), "cuEventRecord")
+        if self.context != self.device.context:  # an event does not outlive its context
+            stream = lasting_stream(self.device)
+            order_streams(self.stream, self.context, stream, self.device.context)
+        _retired.append((<uintptr_t>record_event(stream, self.device.context), self.held))
         return 0
 
     cdef int set_words(self, int64_t address, int32_t word, int64_t count) except -1:
@@ -447,8 +507,8 @@ cdef class Call:
 
     cdef int simulate(self) except -1:
         """Have the kernels of this call, whose arrays are on the host, run in the simulator."""
-        arch, multiprocessors = sim.choose_device()
-        self.device = simulated_device(arch, multiprocessors)
+        arch, self.multiprocessors = sim.choose_device()
+        self.device = simulated_device(arch, self.multiprocessors)
         return 0
 
 
@@ -533,7 +593,7 @@ cdef DLManagedTensorVersioned* _allocate(Call call, const DLTensor* prototype) e
             free(pooled)
             raise MemoryError()
     elif count:
-        pooled.context = call.device.context
+        pooled.context = call.context
         pooled.stream = call.stream
         result = cydriver.cuMemAllocAsync(&pointer, n_bytes, call.stream)
         if result != cydriver.CUDA_SUCCESS:
@@ -572,6 +632,9 @@ cdef class Buffer:
         cdef DLManagedTensorVersioned* managed = self.managed
         cdef Call call = self.call
         cdef void* result = NULL
+        if call.private:
+            self.outlive()
+            return self
         if managed is not NULL:
             self.managed = NULL
             call.producer.api.managed_tensor_to_py_object_no_sync(managed, &result)
@@ -580,11 +643,26 @@ cdef class Buffer:
             return array
         if self.array is not None:
             return self.array
-        # The importer may keep this object, in a traceback for one; the Call has to end with the public function.
+        self.outlive()
+        return call.importer(self)
+
+    cdef int outlive(self) except -1:
+        """The memory stays when the Call, which has to end with the public function, is gone: an importer keeps it, or
+        this object, in a traceback for one. Its last work has been launched."""
+        cdef Call call = self.call
+        cdef Pooled* pooled = <Pooled*>self.pooled
         self.where = call.where
         self.stream = call.stream
+        self.context = call.context
+        self.home = call.home
         self.call = None
-        return call.importer(self)
+        if pooled is NULL or pooled.context is NULL or is_capturing(call.stream):
+            return 0
+        if call.context == call.device.context and call.stream == <cydriver.CUstream>cydriver.CU_STREAM_LEGACY:
+            return 0  # neither is ever destroyed
+        pooled.context = call.device.context
+        pooled.stream = lasting_stream(call.device)
+        return order_streams(call.stream, call.context, pooled.stream, pooled.context)
 
     def __dlpack_device__(self):
         return self.where.device_type, self.where.device_id
@@ -600,7 +678,7 @@ cdef class Buffer:
         if stream != -1 and self.where.device_type != CPU:
             consumer = stream_handle(stream or 0)
             if consumer != self.stream:
-                order_streams(self.stream, consumer)
+                order_streams(self.stream, self.context, consumer, context_of(consumer, self.home))
         if max_version is not None and max_version[0] >= 1:
             capsule = PyCapsule_New(&pooled.managed, "dltensor_versioned", _drop_versioned)
         else:

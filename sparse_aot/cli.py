@@ -42,6 +42,11 @@ def main(argv=None):
 
 def print_info(as_json):
     bundle = _bundle.get_bundle()
+    devices, cuda_error = [], None
+    try:
+        devices = _driver.describe_devices()
+    except _driver.CudaError as error:  # what is known without CUDA may help to find out why
+        cuda_error = str(error)
     info = {
         "version": _installed("sparse_aot"),
         "bundle": {
@@ -52,6 +57,8 @@ def print_info(as_json):
             "configurations": [f"{entry['arch']}/{entry['name']}" for entry in bundle.configurations],
         },
         "cuda_bindings_version": _installed("cuda-bindings"),
+        "driver_version": _driver.driver_version(),
+        "cuda_error": cuda_error,
         "devices": [
             {
                 "ordinal": device.ordinal,
@@ -60,13 +67,20 @@ def print_info(as_json):
                 "multiprocessors": device.multiprocessors,
                 "architecture": bundle.architecture(device),
             }
-            for device in _driver.describe_devices()
+            for device in devices
         ],
         "simulator": sim.is_installed() and sim.find_ptx(bundle) is not None,
     }
     if as_json:
         print(json.dumps(info, indent=2))
-        return 0
+    else:
+        print_text(info, bundle)
+    if cuda_error:
+        print(f"sparse-aot: {cuda_error}", file=sys.stderr)
+    return 1 if cuda_error else 0
+
+
+def print_text(info, bundle):
     print(f"sparse_aot {info['version']}, cuda-bindings {info['cuda_bindings_version']}")
     print(f"bundle: {bundle.folder}, built with DSL {info['bundle']['dsl_version']}")
     for arch in bundle.architectures:
@@ -79,10 +93,11 @@ def print_info(as_json):
         print(
             f"cuda:{device['ordinal']}: {device['name']}, compute capability {device['compute_capability']}: {kernels}"
         )
+    version = info["driver_version"]
+    print(f"driver: for CUDA {version}" if version else "no CUDA driver")
     if not info["devices"]:
-        print("no CUDA device")
+        print("CUDA fails" if info["cuda_error"] else "no CUDA device")
     print(f"simulator for host arrays: {'installed' if info['simulator'] else 'not installed'}")
-    return 0
 
 
 def _installed(distribution):

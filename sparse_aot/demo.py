@@ -18,7 +18,7 @@ HEAD_DIM = 128
 
 
 def run_demo():
-    """Run what this machine can; returns the exit status."""
+    """Run what this machine can; returns the exit status, which is 0 only where the attention ran."""
     bundle = _bundle.get_bundle()
     damage = list(find_damage(bundle))
     if damage:
@@ -48,35 +48,37 @@ def run_demo():
     )
     problem = rng, q2k_indices, selection, cu_seqlens_q, cu_seqlens_k
     if _driver.device_count():
-        report_attention(repr(_driver.describe_devices()[0]), find_framework(), problem)
-        return 0
+        if report_attention(repr(_driver.describe_devices()[0]), find_framework(), problem):
+            return 0
+    else:
+        print("no CUDA device")
     if not sim.is_installed():
-        print(
-            "attention: not run, this machine has no CUDA device, and the simulator (sparse-aot[sim]) is not installed"
-        )
-        return 0
-    print("no CUDA device: attention runs in the simulator")
+        print("attention: not run, and the simulator (sparse-aot[sim]) is not installed")
+        return 1
+    print("attention runs in the simulator")
     warnings.simplefilter("ignore", sim.SimulationWarning)
+    ran = []
     for arch in bundle.architectures:
         sim.options.arch = arch
-        report_attention(arch, find_host_framework(), problem)
-    return 0
+        ran.append(report_attention(arch, find_host_framework(), problem))
+    return 0 if any(ran) else 1
 
 
 def report_attention(where, framework, problem):
-    """Run the attention and print how it went; no kernels for a device, or no framework for its arrays, is no error."""
+    """Run the attention and print how it went; whether it ran, for which it takes kernels and a framework."""
     to_device, to_host, name = framework
     if name is None:
         print(f"attention: {where}: not run, {to_host}")
-        return
+        return False
     start = time.perf_counter()
     try:
         error = check_attention(*problem, to_device, to_host)
     except NotImplementedError as reason:
         print(f"attention: {where}: not run, {reason}")
-        return
+        return False
     seconds = time.perf_counter() - start
     print(f"attention: {where}, {name} arrays, largest error {error:.1e} against float32, {seconds:.1f} s")
+    return True
 
 
 def select(q2k_indices, cu_seqlens_q, cu_seqlens_k):

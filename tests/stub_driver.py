@@ -180,7 +180,7 @@ def read_manifest(folder):
 
 
 def write_layouts(folder, path):
-    """What the stub's cuFuncGetParamInfo reports: what the bundle's manifest says."""
+    """What the stub's cuKernelGetParamInfo reports: what the bundle's manifest says."""
     lines = []
     for entry in read_manifest(folder):
         pairs = [f"{param['offset']}:{param['size']}" for param in entry["params"]]
@@ -417,6 +417,18 @@ class VersionedArray(DeviceArray):
         capsule = self.host.__dlpack__(max_version=(1, 0))
         self.pass_for_cuda(api_pointers()[0](capsule, b"dltensor_versioned") + 32)
         return capsule
+
+
+class PlainArray(DeviceArray):
+    """One that nothing makes: its module has no ``from_dlpack``."""
+
+    __module__ = "nowhere"
+
+
+class ImmutableArray(DeviceArray):
+    """One of a framework whose arrays are never written, though it exports them as any other."""
+
+    __module__ = "jaxlib._jax"  # that of jax.Array's implementation
 
 
 def from_dlpack(source):

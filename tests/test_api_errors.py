@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from calls import BLK_KV, DIM, Call
-from stub_driver import DeviceArray, VersionedArray, clear_log, on_stub, recorded, torch_on_cuda
+from stub_driver import DeviceArray, ImmutableArray, VersionedArray, clear_log, on_stub, recorded, torch_on_cuda
 
 
 def zeros(shape, dtype="int32"):
@@ -208,6 +208,16 @@ FLAT = {
         lambda a: {"out": read_only()},
         ValueError,
         "out: expected a writable array",
+    ),
+    "out: immutable": (
+        lambda a: {"out": ImmutableArray(np.zeros((64, 8, DIM), np.int16), True)},
+        ValueError,
+        "out: expected a writable array",
+    ),
+    "lse: immutable": (
+        lambda a: {"lse": ImmutableArray(np.zeros((64, 8), np.float32))},
+        ValueError,
+        "lse: expected a writable array",
     ),
     "lse: shape": (lambda a: {"lse": zeros((8, 64), "float32")}, ValueError, "lse: expected 64 in dimension 0"),
     "lse: dtype": (lambda a: {"lse": bf16(64, 8)}, TypeError, "lse: expected dtype float32, got bfloat16"),

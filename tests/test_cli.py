@@ -47,13 +47,49 @@ def test_info_lists_versions_configurations_and_devices():
 
 def test_info_names_the_devices_and_the_architecture_that_they_take(bundle):
     log = bundle / "log"
-    stub = {"LD_LIBRARY_PATH": str(library_folder()), "SPARSE_AOT_CUBINS": str(bundle), "STUB_LOG": str(log)}
     for capability, arch in (("9.0", "sm_90a"), ("8.0", None)):
-        status, out, _ = run("info", "--json", STUB_CAPABILITY=capability, **stub)
+        status, out, _ = run("info", "--json", **stub(bundle, STUB_LOG=str(log), STUB_CAPABILITY=capability))
         device = json.loads(out)["devices"][1]
         assert (status, device["name"], device["compute_capability"]) == (0, "Stub GPU", capability)
         assert device["architecture"] == arch
     assert "cuInit" in log.read_text() and "cuDevicePrimaryCtxRetain" not in log.read_text()
+
+
+def stub(folder, **environment):
+    """Environment variables for a process whose driver is the stub, with the bundle in a folder."""
+    return {"LD_LIBRARY_PATH": str(library_folder()), "SPARSE_AOT_CUBINS": str(folder), **environment}
+
+
+# environment of the stub -> what the error says
+BROKEN_DRIVERS = {
+    "too old": ({"STUB_VERSION": "12040"}, "the driver is too old: it is for CUDA 12.4"),
+    "mismatched": ({"STUB_FAIL": "cuInit=803"}, "driver for CUDA 13.0 .*: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+    "incomplete": ({"STUB_LACKS": "cuInit"}, "functions are missing in libcuda.so.1: function cuInit is not found"),
+    "of another kind": (None, r"the driver cannot be used: .*libcuda.so.1: (invalid ELF header|file too short)"),
+}
+
+
+@pytest.mark.parametrize("driver", BROKEN_DRIVERS)
+def test_a_driver_that_cannot_be_used_fails_the_tools_and_is_named_with_what_is_needed(bundle, tmp_path, driver):
+    settings, message = BROKEN_DRIVERS[driver]
+    environment = stub(bundle, **(settings or {}))
+    if settings is None:
+        (tmp_path / "libcuda.so.1").write_text("no library" * 100)
+        environment["LD_LIBRARY_PATH"] = str(tmp_path)
+    for command in (["info"], ["info", "--json"], ["demo"]):
+        status, out, err = run(*command, **environment)
+        assert status == 1 and re.search(message, err) and "CUDA 13.0 or later" in err, err
+        assert "Traceback" not in err and "attention" not in out
+    info = json.loads(run("info", "--json", **environment)[1])
+    assert info["devices"] == [] and re.search(message, info["cuda_error"]) and info["bundle"]["configurations"]
+
+
+def test_info_prints_the_drivers_version(bundle):
+    status, out, _ = run("info", **stub(bundle))
+    assert status == 0 and "driver: for CUDA 13.0\n" in out
+    assert json.loads(run("info", "--json", **stub(bundle))[1])["driver_version"] == "13.0"
+    status, out, _ = run("info", **stub(bundle, STUB_FAIL="cuInit=100"))  # a driver without a device is no fault
+    assert status == 0 and "driver: for CUDA 13.0\n" in out and "no CUDA device" in out
 
 
 def test_verify_passes_on_what_was_built():
@@ -115,27 +151,33 @@ def test_info_and_verify_name_a_manifest_that_is_none(tmp_path):
             assert status == 1 and err.startswith(f"sparse-aot: {manifest}: expected")
 
 
-def test_demo_says_why_a_device_without_kernels_runs_no_attention(monkeypatch, capsys):
-    from sparse_aot import demo
+@pytest.mark.parametrize("simulator", [True, False])
+def test_demo_says_why_a_device_runs_no_attention_and_fails_where_nothing_else_can(monkeypatch, capsys, simulator):
+    from sparse_aot import demo, sim
 
-    def refuse(*arguments):
-        raise NotImplementedError("cuda:0 (Old GPU): no kernels for it")
+    def run_simulated_only(*arguments):
+        if arguments[-2:] == (None, None):  # as find_framework gives them below
+            raise NotImplementedError("cuda:0 (Old GPU): no kernels for it")
+        return 0.01
 
-    monkeypatch.setattr(
-        demo, "_driver", type("Driver", (), {"device_count": lambda: 1, "describe_devices": lambda: ["cuda:0"]})
-    )
+    monkeypatch.setattr(demo._driver, "device_count", lambda: 1)
+    monkeypatch.setattr(demo._driver, "describe_devices", lambda: ["cuda:0"])
     monkeypatch.setattr(demo, "find_framework", lambda: (None, None, "torch"))
-    monkeypatch.setattr(demo, "check_attention", refuse)
-    assert demo.run_demo() == 0
-    assert "not run, cuda:0 (Old GPU): no kernels for it" in capsys.readouterr().out
+    monkeypatch.setattr(demo, "check_attention", run_simulated_only)
+    monkeypatch.setattr(sim, "is_installed", lambda: simulator)
+    monkeypatch.setattr(sim.options, "arch", "sm_90a")
+    assert demo.run_demo() == (0 if simulator else 1)
+    said = capsys.readouterr().out
+    assert "not run, cuda:0 (Old GPU): no kernels for it" in said
+    assert ("attention: sm_90a, NumPy arrays" in said) == simulator
 
 
-def test_demo_without_the_simulator_says_how_to_get_it(monkeypatch, capsys):
+def test_demo_without_a_device_and_the_simulator_fails_and_says_how_to_get_it(monkeypatch, capsys):
     from sparse_aot import demo, sim
 
     monkeypatch.setattr(demo._driver, "device_count", lambda: 0)
     monkeypatch.setattr(sim, "is_installed", lambda: False)
-    assert demo.run_demo() == 0
+    assert demo.run_demo() == 1
     assert "attention: not run" in (said := capsys.readouterr().out) and "sparse-aot[sim]" in said
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from stub_driver import ImmutableArray
 
 from sparse_aot._csr import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
 from sparse_aot._csr_host import walks
@@ -391,6 +392,7 @@ def test_bad_arguments_of_build_are_named(changes, error, message):
 
 READ_ONLY = np.zeros((10, 2), np.int32)
 READ_ONLY.flags.writeable = False
+IMMUTABLE = ImmutableArray(np.zeros((10, 2), np.int32), device=(1, 0))
 
 
 @pytest.mark.parametrize(
@@ -409,6 +411,7 @@ READ_ONLY.flags.writeable = False
         ({"k2q_qsplit_indices": np.zeros((2, 41), np.int32)}, ValueError, "k2q_qsplit_indices: expected 40 in dim"),
         ({"split_counts": np.zeros((10, 3), np.int32)}, ValueError, "split_counts: expected 2 in dimension 1"),
         ({"split_counts": READ_ONLY}, ValueError, "split_counts: expected a writable array"),
+        ({"split_counts": IMMUTABLE}, ValueError, "split_counts: expected a writable array"),
         ({"total_q": 9}, ValueError, r"k2q_q_indices: expected 36 in dimension 1 \(total_q \* topk\)"),
         ({"topk": 6}, NotImplementedError, "topk: got 6"),
         ({"head_kv": 1}, ValueError, "k2q_row_ptr: expected 1 in dimension 0"),

@@ -23,6 +23,7 @@ from stub_driver import (
     REAL_BUNDLE,
     TOPK,
     DeviceArray,
+    PlainArray,
     clear_log,
     descriptor,
     failing,
@@ -362,7 +363,7 @@ def test_a_captured_stream_is_not_made_to_wait_and_nothing_is_allocated_on_the_c
         clear_log()
         call.run()
         found = {call["call"] for call in recorded()}
-        assert found <= {"cuMemsetD32Async", "launch", "cuTensorMapEncodeTiled"}
+        assert found <= {"cuMemsetD32Async", "launch", "cuTensorMapEncodeTiled", "cuStreamGetCtx"}
     finally:
         set_current_stream(0)
     clear_log()
@@ -411,9 +412,30 @@ def test_arrays_that_only_speak_dlpack_give_and_get_their_own_type():
     assert descriptor(forward["params"]["k_map"])["address"] == address(call.arguments["k"])
     # Every input is asked for on the stream of the work, and the importer's stream (2) waits for the work.
     assert [call.arguments[name].streams[-1] for name in ("q", "k", "v", "cu_seqlens_k")] == [0x60] * 4
-    calls = [(call["call"], call["stream"]) for call in recorded() if call["call"] != "cuTensorMapEncodeTiled"]
+    calls = [(call["call"], call.get("stream")) for call in recorded()]
     last_launch = max(i for i, (name, _) in enumerate(calls) if name == "launch")
     assert calls[last_launch + 1 :].count(("cuStreamWaitEvent", 2)) == 2
+
+
+@pytest.mark.parametrize("stream", [None, 0x60])
+@on_stub
+def test_arrays_that_nothing_makes_take_buffers_for_the_results(stream):
+    call = Call(foreign=True, with_schedule=False)
+    owners = dict(call.arguments)
+    for name, array in owners.items():
+        if isinstance(array, DeviceArray):
+            call.arguments[name] = PlainArray(array.host, array.bfloat16)
+    out, lse = PlainArray(np.zeros((64, 8, DIM), np.int16), True), PlainArray(np.zeros((64, 8), np.float32))
+    clear_log()
+    assert call.run(out=out, lse=lse, return_softmax_lse=True, stream=stream) == (out, lse)
+    forward, combine = forward_and_combine()
+    assert (combine["params"]["out"], combine["params"]["lse"]) == (address(out), address(lse))
+    assert forward["params"]["work_capacity"] > 0
+    allocated = {made["pointer"] for made in recorded("cuMemAllocAsync")}
+    Call(foreign=True)  # which lets go of what is done
+    assert allocated <= {freed["pointer"] for freed in recorded("cuMemFreeAsync")}
+    with pytest.raises(TypeError, match="q: expected an array of a type that results can be made of"):
+        call.run(lse=lse)
 
 
 @on_stub
@@ -459,26 +481,31 @@ def test_kernels_are_loaded_on_first_use_in_a_relaxed_thread_and_in_the_primary_
     call = Call()
     clear_log()
     call.run()
-    loads = recorded("cuModuleLoadData")
-    assert len(loads) == 2 and all(load["relaxed"] and load["context"] == CONTEXT for load in loads)
+    loads = recorded("cuLibraryLoadData")
+    assert len(loads) == 2 and all(load["relaxed"] for load in loads)
+    assert [load["context"] for load in recorded("cuFuncLoad")] == [CONTEXT] * 2
     assert {"attribute": 8, "value": 220000} in [
-        {key: call[key] for key in ("attribute", "value")} for call in recorded("cuFuncSetAttribute")
+        {key: call[key] for key in ("attribute", "value")} for call in recorded("cuKernelSetAttribute")
     ]
     call.run()
-    assert len(recorded("cuModuleLoadData")) == 2
+    assert len(recorded("cuLibraryLoadData")) == 2
 
 
 @on_stub(fresh=True)
 def test_preload_leaves_nothing_to_load():
     n_entries = len([e for e in read_manifest(os.environ["SPARSE_AOT_CUBINS"]) if e["arch"] == "sm_90a"])
     assert sparse_aot.preload() == n_entries
-    assert len(recorded("cuModuleLoadData")) == n_entries
+    assert len(recorded("cuLibraryLoadData")) == n_entries
     call = Call()
     call.run()
     assert sparse_aot.preload(0) == n_entries
-    assert len(recorded("cuModuleLoadData")) == n_entries
-    assert sparse_aot.preload(1) == n_entries
-    assert len(recorded("cuModuleLoadData")) == 2 * n_entries
+    assert len(recorded("cuLibraryLoadData")) == n_entries
+    assert sparse_aot.preload(1) == n_entries  # what is loaded belongs to the process, what is set to the device
+    assert len(recorded("cuLibraryLoadData")) == n_entries
+    attributes = [(call["device"], call["symbol"]) for call in recorded("cuKernelSetAttribute")]
+    assert [symbol for device, symbol in attributes if device == 0] == [
+        symbol for device, symbol in attributes if device == 1
+    ]
 
 
 @on_stub(fresh=True)
@@ -501,7 +528,7 @@ def test_threads_share_one_load():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors and len(recorded("cuModuleLoadData")) == 2
+    assert not errors and len(recorded("cuLibraryLoadData")) == 2
     assert len(recorded("launch")) == 8 * 50 * 2
 
 
@@ -529,7 +556,7 @@ def test_an_unsupported_device_is_named_with_what_the_bundle_has(capability):
     for action in (Call, sparse_aot.preload):
         with pytest.raises(NotImplementedError, match=message):
             action()
-    assert not recorded("cuModuleLoadData")
+    assert not recorded("cuLibraryLoadData")
 
 
 @pytest.mark.parametrize("capability", ["10.0", "10.3", "10.7"])
@@ -676,7 +703,7 @@ def test_a_manifest_with_a_bad_field_is_an_error_that_names_both(field, value):
     edit_manifest(change)
     with pytest.raises(sparse_aot.BundleError, match=rf"{path}: configuration 8: .*{name}"):
         sparse_aot.preload()
-    assert not recorded("cuModuleLoadData")
+    assert not recorded("cuLibraryLoadData")
 
 
 # ------------------------------------------------------------------------------------------------------ driver errors
@@ -686,8 +713,8 @@ def test_a_manifest_with_a_bad_field_is_an_error_that_names_both(field, value):
     ("function", "words"),
     [
         ("cuInit", ["cuInit"]),
-        ("cuModuleLoadData", ["cuModuleLoadData", "combine-pfloat32-topk4.cubin", "cuda:0"]),
-        ("cuFuncSetAttribute", ["cuFuncSetAttribute(220000 bytes", "fwd-bf16-g4-pfloat32.cubin"]),
+        ("cuLibraryLoadData", ["cuLibraryLoadData", "combine-pfloat32-topk4.cubin", "cuda:0"]),
+        ("cuKernelSetAttribute", ["cuKernelSetAttribute(220000 bytes", "fwd-bf16-g4-pfloat32.cubin"]),
         ("cuTensorMapEncodeTiled", ["cuTensorMapEncodeTiled of q", "dims [64, 4, 2, 2, 64]"]),
         ("cuMemsetD32Async", ["cuMemsetD32Async", "fwd-bf16-g4-pfloat32"]),
         ("cuLaunchKernel", ["launch of sm_90a/fwd-bf16-g4-pfloat32 on cuda:0", "grid 132, 512 threads, 220000 bytes"]),
@@ -709,7 +736,7 @@ def test_driver_errors_have_the_drivers_name_the_kernel_and_the_launch(function,
 @on_stub(fresh=True)
 def test_a_call_works_after_one_that_failed():
     call = Call()
-    for function in ("cuModuleLoadData", "cuTensorMapEncodeTiled", "cuLaunchKernel"):
+    for function in ("cuLibraryLoadData", "cuKernelSetAttribute", "cuTensorMapEncodeTiled", "cuLaunchKernel"):
         with failing(function, ILLEGAL_ADDRESS), pytest.raises(sparse_aot.CudaError):
             call.run()
     call.run()
@@ -717,14 +744,15 @@ def test_a_call_works_after_one_that_failed():
 
 
 @on_stub(fresh=True)
-def test_a_module_that_is_refused_is_unloaded():
+def test_a_cubin_that_is_refused_is_unloaded():
     call = Call()
     clear_log()
-    with failing("cuFuncSetAttribute", ILLEGAL_ADDRESS), pytest.raises(sparse_aot.CudaError):
-        call.run()
-    assert len(recorded("cuModuleUnload")) == 1
-    call.run()
-    assert len(recorded("cuModuleUnload")) == 1
+    change, _ = DAMAGES["more parameters in the driver"]
+    change()
+    for attempt in (1, 2):
+        with pytest.raises(sparse_aot.BundleError, match="more parameters"):
+            call.run()
+        assert len(recorded("cuLibraryUnload")) == attempt
 
 
 @pytest.mark.parametrize(

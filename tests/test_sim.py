@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from calls import Call
-from stub_driver import REAL_BUNDLE, DeviceArray, on_stub
+from stub_driver import REAL_BUNDLE, DeviceArray, PlainArray, on_stub
 
 from sparse_aot import BundleError, build_k2q_csr, sim, sparse_atten_func
 from sparse_aot._bundle import Bundle
@@ -23,13 +23,16 @@ CU_SEQLENS_K = np.array([0, 140, 300], np.int32)
 Q2K = np.tile(np.array([1, -1, 0, 5], np.int32), (2, 20, 1))
 
 
+def operands():
+    """q, k and v."""
+    rng = np.random.default_rng(0)
+    shapes = (20, 4, 128), (300, 2, 128), (300, 2, 128)
+    return tuple(rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16) for shape in shapes)
+
+
 def call(convert=lambda array: array, **changes):
     """One call of NumPy arrays, each of which goes through ``convert`` first."""
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        convert(rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16))
-        for shape in ((20, 4, 128), (300, 2, 128), (300, 2, 128))
-    )
+    q, k, v = map(convert, operands())
     cu_q, cu_k = convert(CU_SEQLENS_Q), convert(CU_SEQLENS_K)
     row_ptr, q_indices, schedule = build_k2q_csr(
         convert(Q2K), cu_q, cu_k, total_k=300, qhead_per_kv=2, return_schedule=True
@@ -40,10 +43,10 @@ def call(convert=lambda array: array, **changes):
     )
 
 
-def foreign(array):
+def foreign(array, kind=DeviceArray):
     """An array of a type that has ``__dlpack__`` and a ``from_dlpack`` in its module, and nothing else."""
     bfloat16 = array.dtype == ml_dtypes.bfloat16
-    return DeviceArray(array.view(np.int16) if bfloat16 else array, bfloat16=bfloat16, device=(1, 0))
+    return kind(array.view(np.int16) if bfloat16 else array, bfloat16=bfloat16, device=(1, 0))
 
 
 def test_results_are_of_the_type_that_went_in():
@@ -55,6 +58,75 @@ def test_results_are_of_the_type_that_went_in():
     assert type(foreign_out) is type(foreign_lse) is DeviceArray
     np.testing.assert_array_equal(foreign_out.host, out.view(np.int16))
     np.testing.assert_array_equal(foreign_lse.host, lse)
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_arrays_that_nothing_makes_take_buffers_for_the_results(scheduled):
+    """Only what is returned has to be of their type: the workspace and a schedule made inside the call do not."""
+    expected_out, expected_lse = call()
+    out, lse = np.zeros((20, 4, 128), ml_dtypes.bfloat16), np.zeros((20, 4), np.float32)
+    q, k, v = (foreign(array, PlainArray) for array in operands())
+    cu_q, cu_k = foreign(CU_SEQLENS_Q, PlainArray), foreign(CU_SEQLENS_K, PlainArray)
+    row_ptr, q_indices, schedule = build_k2q_csr(
+        Q2K, CU_SEQLENS_Q, CU_SEQLENS_K, total_k=300, qhead_per_kv=2, return_schedule=True
+    )
+    arguments = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 11, "max_seqlen_k": 160, "causal": True}
+    arrays = q, k, v, foreign(row_ptr, PlainArray), foreign(q_indices, PlainArray), 4
+    given = foreign(out, PlainArray), foreign(lse, PlainArray)
+    got = sparse_atten_func(
+        *arrays,
+        **arguments,
+        schedule=schedule if scheduled else None,
+        out=given[0],
+        lse=given[1],
+        return_softmax_lse=True,
+    )
+    assert got == given
+    if scheduled:  # else the call does not walk, which rounds in another order
+        np.testing.assert_array_equal(out.view(np.int16), expected_out.view(np.int16))
+    np.testing.assert_allclose(out.astype(np.float32), expected_out.astype(np.float32), atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
+    with pytest.raises(TypeError, match="q: expected an array of a type that results can be made of"):
+        sparse_atten_func(*arrays, **arguments, schedule=schedule, lse=given[1])
+
+
+def test_read_only_arrays_are_right_arguments():
+    class Refusing(np.ndarray):
+        """Exported as NumPy before 2.1 does it."""
+
+        def __dlpack__(self, **options):
+            if not self.flags.writeable:
+                raise BufferError("Cannot export readonly array since signalling readonly is unsupported by DLPack.")
+            return super().__dlpack__(**options)
+
+    def freeze(array):
+        array = array.copy().view(Refusing)
+        array.flags.writeable = False
+        return array
+
+    expected = call()
+    for result, wanted in zip(call(freeze), expected, strict=True):
+        np.testing.assert_array_equal(result, wanted)
+    for name, result in zip(("out", "lse"), expected, strict=True):
+        with pytest.raises(ValueError, match=f"{name}: expected a writable array, got a read-only one"):
+            call(**{name: freeze(result)})
+
+
+def test_fewer_multiprocessors_get_fewer_ctas_and_give_the_same_bits(monkeypatch):
+    grids = []
+    run = sim.run
+
+    def record(entry, grid, *arguments):
+        grids.append((entry["operation"], grid))
+        return run(entry, grid, *arguments)
+
+    monkeypatch.setattr(sim, "run", record)
+    expected = call()
+    for wanted, grid in ((1, 1), (3, 3), (500, sim.options.multiprocessors)):
+        grids.clear()
+        for result, all_of_them in zip(call(usable_SM_count=wanted), expected, strict=True):
+            np.testing.assert_array_equal(result, all_of_them)
+        assert dict(grids)["fwd"] == grid
 
 
 def test_csr_and_schedule_of_host_arrays_stay_host_code_unless_asked(monkeypatch):

@@ -2,8 +2,13 @@
  * the file $STUB_LOG as a line of JSON.
  *
  * $STUB_CAPABILITY  "9.0"; the compute capability
- * $STUB_LAYOUTS     a file with lines "symbol offset:size offset:size ...": what cuFuncGetParamInfo reports
+ * $STUB_VERSION     "13000"; the driver's version
+ * $STUB_LAYOUTS     a file with lines "symbol offset:size offset:size ...": what cuKernelGetParamInfo reports
  * $STUB_FAIL        "cuLaunchKernel=700": that function fails
+ * $STUB_LACKS       "cuLibraryLoadData": the library has no such function
+ *
+ * Contexts are numbers: 0x1000 + device is a primary one, 0x2000 + 0x100 * device + n one with n multiprocessors. So are
+ * streams: the context of 0x20040050 is 0x2004, that of 0x50 is the primary one of device 0.
  *
  * stub_exchange_api() makes an exchange API that passes another one's host tensors off as CUDA tensors.
  */
@@ -73,12 +78,15 @@ CUresult cuInit(unsigned int flags) {
 }
 
 CUresult cuDriverGetVersion(int* version) {
-  *version = 13000;
+  const char* set = getenv("STUB_VERSION");
+  *version = set ? atoi(set) : 13000;
   return CUDA_SUCCESS;
 }
 
 CUresult cuGetErrorName(CUresult error, const char** name) {
-  *name = error == CUDA_ERROR_ILLEGAL_ADDRESS ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_STUB";
+  *name = error == CUDA_ERROR_ILLEGAL_ADDRESS         ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+          : error == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH ? "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
+                                                       : "CUDA_ERROR_STUB";
   return CUDA_SUCCESS;
 }
 
@@ -128,7 +136,21 @@ CUresult cuCtxGetCurrent(CUcontext* context) {
 }
 
 CUresult cuCtxGetDevice(CUdevice* device) {
-  *device = (int)((size_t)current_context - 0x1000);
+  size_t context = (size_t)current_context;
+  if (!context) return CUDA_ERROR_INVALID_CONTEXT;
+  *device = (int)(context >= 0x2000 ? (context - 0x2000) >> 8 : context - 0x1000);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetId(CUcontext context, unsigned long long* id) {
+  *id = (size_t)context;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetDevResource(CUcontext context, CUdevResource* resource, CUdevResourceType type) {
+  if (type != CU_DEV_RESOURCE_TYPE_SM) return CUDA_ERROR_INVALID_VALUE;
+  record("{\"call\": \"cuCtxGetDevResource\", \"context\": %zu}", (size_t)context);
+  resource->sm.smCount = (size_t)context >= 0x2000 ? (size_t)context & 0xff : MULTIPROCESSORS;
   return CUDA_SUCCESS;
 }
 
@@ -157,6 +179,25 @@ CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
   return CUDA_SUCCESS;
 }
 
+static CUcontext context_of(CUstream stream) {
+  size_t handle = (size_t)stream;
+  return handle <= 2 ? current_context : (CUcontext)(handle >> 16 ? handle >> 16 : 0x1000);
+}
+
+CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
+  BEGIN("cuStreamGetCtx");
+  *context = context_of(stream);
+  record("{\"call\": \"cuStreamGetCtx\", \"stream\": %zu}", (size_t)stream);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamCreate(CUstream* stream, unsigned int flags) {
+  *stream = (CUstream)((size_t)current_context << 16 | 0xa0);
+  record("{\"call\": \"cuStreamCreate\", \"stream\": %zu, \"flags\": %u, \"relaxed\": %d}", (size_t)*stream, flags,
+         capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED);
+  return CUDA_SUCCESS;
+}
+
 CUresult cuStreamSynchronize(CUstream stream) {
   record("{\"call\": \"cuStreamSynchronize\", \"stream\": %zu}", (size_t)stream);
   return CUDA_SUCCESS;
@@ -164,7 +205,9 @@ CUresult cuStreamSynchronize(CUstream stream) {
 
 CUresult cuEventCreate(CUevent* event, unsigned int flags) {
   (void)flags;
-  *event = malloc(8);
+  CUcontext* made = malloc(sizeof *made);
+  *made = current_context;
+  *event = (CUevent)made;
   return CUDA_SUCCESS;
 }
 
@@ -174,19 +217,19 @@ CUresult cuEventDestroy(CUevent event) {
 }
 
 CUresult cuEventQuery(CUevent event) {
-  (void)event;
+  record("{\"call\": \"cuEventQuery\", \"context\": %zu}", *(size_t*)event);
   return CUDA_SUCCESS;
 }
 
 CUresult cuEventRecord(CUevent event, CUstream stream) {
-  (void)event;
-  record("{\"call\": \"cuEventRecord\", \"stream\": %zu}", (size_t)stream);
+  if (*(CUcontext*)event != context_of(stream)) return CUDA_ERROR_INVALID_HANDLE;
+  record("{\"call\": \"cuEventRecord\", \"stream\": %zu, \"context\": %zu}", (size_t)stream, (size_t)current_context);
   return CUDA_SUCCESS;
 }
 
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
   (void)event, (void)flags;
-  record("{\"call\": \"cuStreamWaitEvent\", \"stream\": %zu}", (size_t)stream);
+  record("{\"call\": \"cuStreamWaitEvent\", \"stream\": %zu, \"context\": %zu}", (size_t)stream, (size_t)current_context);
   return CUDA_SUCCESS;
 }
 
@@ -199,7 +242,8 @@ CUresult cuMemAllocAsync(CUdeviceptr* pointer, size_t n_bytes, CUstream stream) 
 }
 
 CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream stream) {
-  record("{\"call\": \"cuMemFreeAsync\", \"stream\": %zu, \"pointer\": %llu}", (size_t)stream, pointer);
+  record("{\"call\": \"cuMemFreeAsync\", \"stream\": %zu, \"pointer\": %llu, \"context\": %zu}", (size_t)stream, pointer,
+         (size_t)current_context);
   free((void*)pointer);
   return CUDA_SUCCESS;
 }
@@ -227,26 +271,27 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr target, CUdeviceptr source, size_t n_byte
   return CUDA_SUCCESS;
 }
 
-CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-  BEGIN("cuModuleLoadData");
-  *module = (CUmodule)image;
-  record("{\"call\": \"cuModuleLoadData\", \"relaxed\": %d, \"context\": %zu}",
-         capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED, (size_t)current_context);
+CUresult cuLibraryLoadData(CUlibrary* library, const void* image, CUjit_option* jit_options, void** jit_values,
+                           unsigned int n_jit, CUlibraryOption* options, void** values, unsigned int n) {
+  (void)jit_options, (void)jit_values, (void)n_jit, (void)options, (void)values, (void)n;
+  BEGIN("cuLibraryLoadData");
+  *library = (CUlibrary)image;
+  record("{\"call\": \"cuLibraryLoadData\", \"relaxed\": %d}", capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED);
   return CUDA_SUCCESS;
 }
 
-CUresult cuModuleUnload(CUmodule module) {
-  (void)module;
-  record("{\"call\": \"cuModuleUnload\"}");
+CUresult cuLibraryUnload(CUlibrary library) {
+  (void)library;
+  record("{\"call\": \"cuLibraryUnload\"}");
   return CUDA_SUCCESS;
 }
 
-CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* symbol) {
+CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* symbol) {
   char line[1 << 12];
   FILE* layouts = fopen(getenv("STUB_LAYOUTS"), "r");
-  (void)module;
-  *function = NULL;
-  while (layouts && !*function && fgets(line, sizeof line, layouts)) {
+  (void)library;
+  *kernel = NULL;
+  while (layouts && !*kernel && fgets(line, sizeof line, layouts)) {
     char* rest = line;
     char* word = strsep(&rest, " \n");
     if (strcmp(word, symbol)) continue;
@@ -254,29 +299,35 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* 
     snprintf(found->symbol, sizeof found->symbol, "%s", symbol);
     while ((word = strsep(&rest, " \n")))
       if (sscanf(word, "%zu:%zu", &found->offset[found->n_params], &found->size[found->n_params]) == 2) found->n_params++;
-    *function = (CUfunction)found;
+    *kernel = (CUkernel)found;
   }
   if (layouts) fclose(layouts);
-  return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+  return *kernel ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t* offset, size_t* size) {
-  Function* f = (Function*)function;
+CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset, size_t* size) {
+  Function* f = (Function*)kernel;
   if (index >= (size_t)f->n_params) return CUDA_ERROR_INVALID_VALUE;
   *offset = f->offset[index];
   *size = f->size[index];
   return CUDA_SUCCESS;
 }
 
-CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
-  BEGIN("cuFuncSetAttribute");
-  record("{\"call\": \"cuFuncSetAttribute\", \"symbol\": \"%s\", \"attribute\": %d, \"value\": %d}",
-         ((Function*)function)->symbol, attribute, value);
+CUresult cuKernelSetAttribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice device) {
+  BEGIN("cuKernelSetAttribute");
+  record("{\"call\": \"cuKernelSetAttribute\", \"symbol\": \"%s\", \"attribute\": %d, \"value\": %d, \"device\": %d}",
+         ((Function*)kernel)->symbol, attribute, value, device);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
+  *function = (CUfunction)kernel;
   return CUDA_SUCCESS;
 }
 
 CUresult cuFuncLoad(CUfunction function) {
-  (void)function;
+  record("{\"call\": \"cuFuncLoad\", \"symbol\": \"%s\", \"context\": %zu}", ((Function*)function)->symbol,
+         (size_t)current_context);
   return CUDA_SUCCESS;
 }
 
@@ -350,8 +401,10 @@ CUresult cuGetProcAddress(const char* symbol, void** function, int version, cuui
   static void* self;
   (void)version, (void)flags;
   if (!self) self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  *function = dlsym(self, symbol);
-  if (!*function) {
+  const char* lacks = getenv("STUB_LACKS");
+  int lacking = lacks && !strcmp(lacks, symbol);
+  *function = lacking ? NULL : dlsym(self, symbol);
+  if (!*function && !lacking) {
     char versioned[256];
     snprintf(versioned, sizeof versioned, "%s_v2", symbol);
     *function = dlsym(self, versioned);
