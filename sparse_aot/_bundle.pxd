@@ -57,6 +57,7 @@ cdef class Kernel:
         self, int64_t work, cydriver.CUstream stream, void** params
     ) except? cydriver.CUDA_ERROR_NOT_FOUND nogil
     cdef int simulate(self, int64_t work, list memory, void** params) except -1
+    cdef int trace(self, int64_t work) except -1
     cdef int failed(self, cydriver.CUresult result, int64_t work) except -1
 
 

@@ -13,6 +13,7 @@ from libc.string cimport memcmp, memcpy, memset
 
 from sparse_aot._dlpack cimport integer
 from sparse_aot._driver cimport check, get_device, initialise
+from sparse_aot._trace cimport note_launch, tracing
 
 from sparse_aot import sim
 
@@ -369,6 +370,9 @@ cdef class Kernel:
     ) except? cydriver.CUDA_ERROR_NOT_FOUND nogil:
         cdef cydriver.CUlaunchConfig config
         cdef cydriver.CUlaunchAttribute attribute
+        if tracing:
+            with gil:
+                self.trace(work)
         if not self.pdl:
             return cydriver.cuLaunchKernel(
                 self.function, self.grid(work), 1, 1, self.threads, 1, 1, self.smem_bytes, stream, params, NULL
@@ -396,12 +400,18 @@ cdef class Kernel:
 
     cdef int simulate(self, int64_t work, list memory, void** params) except -1:
         cdef size_t i, size
+        if tracing:
+            self.trace(work)
         values = []
         for i, param in enumerate(self.entry["params"]):
             size = param["size"]
             values.append((<const char*>params[i])[:size])
         sim.run(self.entry, self.grid(work), values, memory)
         return 0
+
+    cdef int trace(self, int64_t work) except -1:
+        device = "the simulator" if self.device.simulated is not None else f"cuda:{self.device.ordinal}"
+        return note_launch(self.name, self.grid(work), device)
 
     cdef int failed(self, cydriver.CUresult result, int64_t work) except -1:
         return check(
