@@ -710,7 +710,8 @@ def sparse_atten_func(
     Arrays are any objects on one CUDA device that speak DLPack. On host arrays the same kernels run in a simulator, for
     trying and testing, where it is installed (``sparse_aot.sim``). Nothing is read back from the device: token numbers,
     page numbers and lengths that are out of range are ignored (host code of CSR and schedule checks them;
-    ``SPARSE_AOT_VALIDATE=1`` in the environment at import makes them errors). Forward only: results carry no gradient.
+    ``SPARSE_AOT_VALIDATE=1`` in the environment at import makes them errors, but for those that have a meaning: query
+    rows past ``cu_seqlens_q[B]``, pages of -1, lengths in ``seqused_k`` below 0 or past a flat sequence's own keys). Forward only: results carry no gradient.
 
     Args:
         q: bfloat16 ``[total_q, Hq, 128]``, ``total_q < 2**24``; any 16-byte aligned strides, last dimension contiguous.
@@ -731,8 +732,9 @@ def sparse_atten_func(
         max_seqlen_q, max_seqlen_k: the longest sequence, in tokens; only hints for sizes, None is as good.
         page_table: int32 ``[B, max_pages]``, last dimension contiguous: the pages of each sequence.
         seqused_k: int32 ``[B]``: keys in use, instead of the lengths in ``cu_seqlens_k``.
-        schedule: from ``build_k2q_csr(..., return_schedule=True)`` or ``prepare_sparse_fwd_schedule_and_split``; None
-            makes one inside the call.
+        schedule: from ``build_k2q_csr(..., return_schedule=True)`` or ``prepare_sparse_fwd_schedule_and_split``, for
+            this CSR: on host arrays another one is an error, on a device with ``SPARSE_AOT_VALIDATE=1``. None makes one
+            inside the call.
         qk_dtype, pv_dtype: the dtypes of the two products; None is the default for the storage ("bfloat16").
         q_scale, k_scale, v_scale: belong to fp8 storage; must be None for bfloat16.
         out: bfloat16 ``[total_q, Hq, 128]`` to write into; 16-byte aligned strides, last dimension contiguous. It may be
