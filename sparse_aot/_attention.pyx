@@ -30,7 +30,7 @@ from sparse_aot._dlpack cimport (
     open_call,
 )
 from sparse_aot._driver cimport check, is_capturing
-from sparse_aot._overlap cimport check_apart, check_no_overlap_within
+from sparse_aot._overlap cimport Bounds, bounds_of, check_apart, check_no_overlap_within, meets
 from sparse_aot._schedule cimport Schedule, digest_csr
 from sparse_aot._trace cimport Trace, begin, note, tracing
 
@@ -331,27 +331,38 @@ cdef int _read_lse(Call call, Problem* p, object lse) except -1:
     return check_writable("lse", &p.lse)
 
 
+cdef inline int _apart(
+    str name, const View* view, const Bounds* bounds, str other_name, const View* other
+) except -1:
+    return check_apart(name, view, other_name, other) if meets(bounds, other) else 0
+
+
 cdef int _check_apart(str name, const View* view, Problem* p, Schedule schedule) except -1:
     """What a call writes has no byte of what it reads, and no byte twice."""
+    cdef Bounds bounds = bounds_of(view)
     check_no_overlap_within(name, view)
-    check_apart(name, view, "q", &p.q)
-    check_apart(name, view, "k", &p.k)
-    check_apart(name, view, "v", &p.v)
-    check_apart(name, view, "k2q_row_ptr", &p.row_ptr)
-    check_apart(name, view, "k2q_q_indices", &p.q_indices)
-    check_apart(name, view, "cu_seqlens_q", &p.cu_seqlens_q)
-    check_apart(name, view, "cu_seqlens_k", &p.cu_seqlens_k)
-    check_apart(name, view, "page_table", &p.page_table)
-    check_apart(name, view, "seqused_k", &p.seqused_k)
-    if schedule is not None:
-        check_apart(name, view, "schedule.scheduler_metadata", &schedule.metadata_view)
-        check_apart(name, view, "schedule.work_count", &schedule.work_count_view)
-        check_apart(name, view, "schedule.qsplit_indices", &schedule.qsplit_view)
-        check_apart(name, view, "schedule.split_counts", &schedule.split_counts_view)
-        check_apart(name, view, "schedule.split_entries", &schedule.split_entries_view)
-        check_apart(name, view, "schedule.walk_blocks", &schedule.walk_blocks_view)
-        check_apart(name, view, "schedule.walk_counts", &schedule.walk_counts_view)
-        check_apart(name, view, "schedule.walk_totals", &schedule.walk_totals_view)
+    _apart(name, view, &bounds, "q", &p.q)
+    _apart(name, view, &bounds, "k", &p.k)
+    _apart(name, view, &bounds, "v", &p.v)
+    _apart(name, view, &bounds, "k2q_row_ptr", &p.row_ptr)
+    _apart(name, view, &bounds, "k2q_q_indices", &p.q_indices)
+    _apart(name, view, &bounds, "cu_seqlens_q", &p.cu_seqlens_q)
+    _apart(name, view, &bounds, "cu_seqlens_k", &p.cu_seqlens_k)
+    if p.page_table.data is not NULL:
+        _apart(name, view, &bounds, "page_table", &p.page_table)
+    if p.seqused_k.data is not NULL:
+        _apart(name, view, &bounds, "seqused_k", &p.seqused_k)
+    if schedule is None:
+        return 0
+    _apart(name, view, &bounds, "schedule.scheduler_metadata", &schedule.metadata_view)
+    _apart(name, view, &bounds, "schedule.work_count", &schedule.work_count_view)
+    _apart(name, view, &bounds, "schedule.qsplit_indices", &schedule.qsplit_view)
+    _apart(name, view, &bounds, "schedule.split_counts", &schedule.split_counts_view)
+    _apart(name, view, &bounds, "schedule.split_entries", &schedule.split_entries_view)
+    if schedule.walk_totals is not None:
+        _apart(name, view, &bounds, "schedule.walk_blocks", &schedule.walk_blocks_view)
+        _apart(name, view, &bounds, "schedule.walk_counts", &schedule.walk_counts_view)
+        _apart(name, view, &bounds, "schedule.walk_totals", &schedule.walk_totals_view)
     return 0
 
 

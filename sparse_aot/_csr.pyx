@@ -729,6 +729,7 @@ def prepare_sparse_fwd_schedule_and_split(
         qhead_per_kv,
     )
     schedule.set_csr(shape.batch, shape.total_rows, digest_of(call, &rows_view, &indices_view))
+    schedule.given = True
     return schedule
 
 

@@ -25,7 +25,6 @@ cdef struct Term:
 # The bytes of an array: runs of `run` bytes, from `first` on; the longest strides first.
 cdef struct Footprint:
     int64_t first
-    int64_t last  # the last byte
     int64_t run
     int count
     Term[MAX_RANK] terms
@@ -34,27 +33,23 @@ cdef struct Footprint:
 cdef void measure(const View* view, Footprint* area) noexcept nogil:
     """Negative strides count from their other end; dimensions that continue a run become part of it."""
     cdef int dim, at
-    cdef int64_t size = (view.dtype & 0xFF) // 8
     cdef int64_t stride
-    cdef int64_t span = 0
-    area.first = <int64_t>view.data
+    cdef int64_t size = (view.dtype & 0xFF) >> 3
+    area.first = bounds_of(view).first
     area.run = size
     area.count = 0
     for dim in range(view.ndim):
         stride = view.strides[dim] * size
+        if stride < 0:
+            stride = -stride
         if view.shape[dim] <= 1 or stride == 0:
             continue
-        if stride < 0:
-            area.first += stride * (view.shape[dim] - 1)
-            stride = -stride
-        span += stride * (view.shape[dim] - 1)
         at = area.count
         while at > 0 and area.terms[at - 1].stride < stride:
             area.terms[at] = area.terms[at - 1]
             at -= 1
         area.terms[at] = Term(stride, 0, view.shape[dim] - 1)
         area.count += 1
-    area.last = area.first + span + size - 1
     while area.count and area.terms[area.count - 1].stride == area.run:
         area.count -= 1
         area.run *= area.terms[area.count].high + 1
@@ -106,11 +101,12 @@ cdef bint overlap(const Footprint* a, const Footprint* b) noexcept nogil:
 
 cdef int check_apart(str name, const View* written, str other_name, const View* other) except -1:
     cdef Footprint a, b
-    if other.data is NULL or written.data is NULL or element_count(written) == 0 or element_count(other) == 0:
+    cdef Bounds bounds = bounds_of(written)
+    if not meets(&bounds, other):
         return 0
     measure(written, &a)
     measure(other, &b)
-    if a.first <= b.last and b.first <= a.last and overlap(&a, &b):
+    if overlap(&a, &b):
         raise ValueError(f"{name}: expected memory of its own, got some of {other_name}")
     return 0
 

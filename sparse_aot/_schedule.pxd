@@ -26,6 +26,7 @@ cdef class Schedule:
     cdef readonly int batch
     cdef readonly object csr_digest
     cdef object __weakref__
+    cdef bint given  # some of the arrays were not allocated for it
     # The arrays as launches pass them on: valid as long as the arrays above live.
     cdef View metadata_view
     cdef View work_count_view

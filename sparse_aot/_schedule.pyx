@@ -72,12 +72,12 @@ cdef class Schedule:
 
     cdef int check_in_place(self) except -1:
         """Raise where an array was resized in place since: its memory may be gone."""
-        check_in_place("schedule.qsplit_indices", self.qsplit_indices, &self.qsplit_view)
-        check_in_place("schedule.split_counts", self.split_counts, &self.split_counts_view)
-        if self.metadata_view.device.device_type != CPU:
-            return 0  # those two may be the caller's; what a device's allocators made for us cannot be resized
+        if not self.given and self.metadata_view.device.device_type != CPU:
+            return 0  # what a device's allocators made for us cannot be resized
         check_in_place("schedule.scheduler_metadata", self.scheduler_metadata, &self.metadata_view)
         check_in_place("schedule.work_count", self.work_count, &self.work_count_view)
+        check_in_place("schedule.qsplit_indices", self.qsplit_indices, &self.qsplit_view)
+        check_in_place("schedule.split_counts", self.split_counts, &self.split_counts_view)
         check_in_place("schedule.split_entries", self.split_entries, &self.split_entries_view)
         if self.walk_totals is not None and self.walk_totals_memory is None:
             check_in_place("schedule.walk_blocks", self.walk_blocks, &self.walk_blocks_view)
@@ -141,6 +141,7 @@ def _restore(arrays, target_q_per_cta, qhead_per_kv, batch, total_rows, csr_dige
     if len(arrays) == 8:
         schedule.set_walk_plan(arrays[5], &views[5], arrays[6], &views[6], arrays[7], &views[7], None)
     schedule.set_csr(batch, total_rows, csr_digest)
+    schedule.given = True
     return schedule
 
 

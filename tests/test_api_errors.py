@@ -387,6 +387,62 @@ def test_an_out_that_overlaps_itself_is_refused():
     call.run(lse=torch.zeros(64 * 15).as_strided((64, 8), (15, 2)))
 
 
+def refused(call, **changes):
+    try:
+        call.run(**changes)
+    except ValueError as error:
+        return str(error).partition(":")[2]
+    return None
+
+
+@on_stub
+def test_memory_is_compared_byte_by_byte():
+    """Random views of one buffer, with few elements and many strides, against sets of their words."""
+    torch = torch_on_cuda()
+    call = Call(layout="paged")
+    rng = np.random.default_rng(0)
+    words = torch.zeros(6000, dtype=torch.int32)
+    found = []
+    for _ in range(1500):
+        steps = rng.choice([1, 2, 3, 5, 8, 9, 64, 65, 70], 2)
+        first = [int(offset) for offset in rng.integers(0, 500, 2)]
+        lse = words.view(torch.float32).as_strided((64, 8), [int(step) for step in steps], first[0])
+        table = words.as_strided((2, 3), (int(rng.integers(1, 900)), 1), first[1])
+        own = [first[0] + token * steps[0] + head * steps[1] for token in range(64) for head in range(8)]
+        others = {first[1] + row * table.stride(0) + column for row in range(2) for column in range(3)}
+        expected = None
+        if len(set(own)) < len(own):
+            expected = " expected elements that do not overlap"
+        elif not others.isdisjoint(own):
+            expected = " expected memory of its own, got some of page_table"
+        got = refused(call, lse=lse, page_table=table)
+        assert got == expected or (expected and got.startswith(expected)), (steps, first, table.stride())
+        found.append(expected)
+    assert all(found.count(kind) > 50 for kind in set(found)) and len(set(found)) == 3
+
+
+@on_stub
+def test_tiles_are_compared_byte_by_byte():
+    torch = torch_on_cuda()
+    call = Call()
+    rng = np.random.default_rng(0)
+    buffer = torch.zeros(1 << 20, dtype=torch.bfloat16)
+    strides = ((8 * DIM, DIM), (16 * DIM, DIM), (16 * DIM, 2 * DIM), (DIM, 64 * DIM), (DIM + 8, 65 * DIM + 520))
+    found = []
+    for _ in range(300):
+        views, blocks = [], []  # blocks of 8 elements, what strides and addresses are multiples of
+        for _ in "qo":
+            steps = strides[rng.integers(len(strides))]
+            first = int(rng.choice([0, 8, DIM, 2 * DIM, 8 * DIM, 64 * DIM])) + int(rng.integers(2)) * 70000 // 8 * 8
+            views.append(buffer.as_strided((64, 8, DIM), (*steps, 1), first))
+            at = first + np.add.outer(np.arange(64) * steps[0], np.arange(8) * steps[1])
+            blocks.append(set(np.add.outer(at // 8, np.arange(DIM // 8)).flat))
+        expected = None if blocks[0].isdisjoint(blocks[1]) else " expected memory of its own, got some of q"
+        assert refused(call, q=views[0], out=views[1]) == expected
+        found.append(expected)
+    assert all(found.count(kind) > 50 for kind in set(found)) and len(set(found)) == 2
+
+
 @on_stub
 def test_views_that_interleave_in_one_buffer_do_not_overlap():
     torch = torch_on_cuda()

@@ -9,6 +9,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+from calls import Call
 from stub_driver import DeviceArray, on_stub
 
 from sparse_aot import Schedule, build_k2q_csr, prepare_sparse_fwd_schedule_and_split, sim, sparse_atten_func
@@ -151,6 +152,17 @@ def test_what_is_restored_must_be_what_a_schedule_has():
     for wrong, error in ((arrays[0].astype(np.int64), TypeError), (arrays[0].T, ValueError)):
         with pytest.raises(error, match="scheduler_metadata: expected"):
             _restore([wrong, *arrays[1:]], *numbers)
+
+
+@on_stub
+def test_a_restored_schedule_notices_that_an_array_was_resized():
+    """Copies of torch tensors can be, unlike what the exchange API allocates."""
+    call = Call()
+    schedule = copy.deepcopy(call.arguments["schedule"])
+    call.run(schedule=schedule)
+    schedule.walk_counts.resize_(1 << 20, 1 << 4)
+    with pytest.raises(ValueError, match=r"^schedule.walk_counts: expected the memory that it had at first"):
+        call.run(schedule=schedule)
 
 
 @on_stub
