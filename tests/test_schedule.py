@@ -2,18 +2,19 @@
 
 import copy
 import gc
+import json
 import pickle
-import warnings
 import weakref
 
 import ml_dtypes
 import numpy as np
 import pytest
 from calls import Call
-from stub_driver import DeviceArray, on_stub
+from stub_driver import DeviceArray, on_stub, run_python
 
 from sparse_aot import Schedule, build_k2q_csr, prepare_sparse_fwd_schedule_and_split, sim, sparse_atten_func
 from sparse_aot._schedule import _restore
+from sparse_aot._validate import check_schedule
 
 ARRAYS = ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries")
 WALK_PLAN = ("walk_blocks", "walk_counts", "walk_totals")
@@ -78,18 +79,111 @@ def test_the_digest_is_of_the_csr_alone():
 
 
 @needs_simulator
-def test_a_schedule_for_another_number_of_query_heads_is_right_and_said_once(monkeypatch):
-    """The default of qhead_per_kv is 1."""
-    row_ptr, q_indices, schedule = build()
-    want = attend(row_ptr, q_indices, schedule)
-    forgotten = build(qhead_per_kv=1)[2]
-    with pytest.warns(RuntimeWarning, match="schedule: made with qhead_per_kv=1, but q has 2 .*: pass qhead_per_kv=2"):
-        got = attend(row_ptr, q_indices, forgotten)
-    difference = np.abs(got.view(ml_dtypes.bfloat16).astype(float) - want.view(ml_dtypes.bfloat16).astype(float))
-    assert difference.max() < 0.02
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attend(row_ptr, q_indices, forgotten)
+def test_a_schedule_for_another_number_of_query_heads_is_right_and_said_once():
+    """The default of qhead_per_kv is 1. In a process of its own: once is once in a process."""
+    code = """
+from test_schedule import *
+row_ptr, q_indices, schedule = build()
+want, *got = (attend(row_ptr, q_indices, made) for made in (schedule, *2 * build(qhead_per_kv=1)[2:]))
+print([float(np.abs(out.view(ml_dtypes.bfloat16) - want.view(ml_dtypes.bfloat16)).max()) for out in got])
+"""
+    done = run_python(code, PYTHONWARNINGS="always")
+    assert max(json.loads(done.stdout)) < 0.02, done.stderr
+    said = "schedule: made with qhead_per_kv=1, but q has 2 query heads a KV head."
+    assert done.stderr.count(said) == 1 and "pass qhead_per_kv=2 where" in done.stderr
+
+
+def validated(seed, **options):
+    """The arguments of ``check_schedule`` for a schedule as it is made, in arrays that may be changed."""
+    row_ptr, q_indices, schedule = build(seed, **options)
+    return {
+        "cu_seqlens_q": CU_SEQLENS_Q, "k2q_row_ptr": row_ptr, "k2q_q_indices": q_indices,
+        "metadata": schedule.scheduler_metadata, **{name: getattr(schedule, name) for name in ARRAYS[1:]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"total_rows": 9}, {"qhead_per_kv": 16}], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_validation_takes_a_schedule_as_it_is_made(seed, options):
+    arrays = validated(seed, **options)
+    check_schedule(**arrays)
+    items = arrays["metadata"][: arrays["work_count"][0]]
+    items[:] = items[::-1].copy()  # their order is free
+    check_schedule(**arrays)
+
+
+def two_items(arrays):
+    """Replace the first item that has two entries by one of each, and give both."""
+    at = int(np.flatnonzero(arrays["metadata"][:, 3] > 1)[0])
+    first = arrays["metadata"][at]
+    second = first.copy()
+    second[2] += 1
+    second[3] -= 1
+    first[3] = 1
+    arrays["metadata"] = np.insert(arrays["metadata"], arrays["work_count"][0], second, axis=0)
+    arrays["work_count"] += 1
+    return arrays["metadata"][at], arrays["metadata"][arrays["work_count"][0] - 1]
+
+
+def swap_slots(arrays):
+    """The slots of a token that has two are exchanged in one array, not in the other."""
+    head, token = np.argwhere(arrays["split_entries"][:, :, 1] >= 0)[0]
+    entries = arrays["split_entries"][head, token]
+    entries[:2] = entries[1::-1]
+
+
+DAMAGE = {
+    "an item less": (lambda a: a["work_count"].__isub__(1), "scheduler_metadata: expected items that have every entry"),
+    "an item twice": (
+        lambda a: two_items(a)[1].__setitem__(2, 0),
+        "scheduler_metadata: expected items that have every",
+    ),
+    "an entry twice": (
+        lambda a: two_items(a)[0].__setitem__(3, 2),
+        "scheduler_metadata: expected items that have every",
+    ),
+    "another row": (lambda a: a["metadata"][0].__setitem__(1, 99), "scheduler_metadata: CSR row: expected values from"),
+    "another head": (
+        lambda a: a["metadata"][0].__setitem__(0, -1),
+        "scheduler_metadata: KV head: expected values from",
+    ),
+    "no such sequence": (lambda a: a["metadata"][0].__setitem__(4, 2), "scheduler_metadata: sequence: expected values"),
+    "another sequence": (
+        lambda a: a["metadata"][0].__setitem__(4, 1 - a["metadata"][0][4]),
+        "items of tokens of their",
+    ),
+    "two blocks of a row": (lambda a: two_items(a)[1].__setitem__(5, 1 << 20), "one sequence and block for all items"),
+    "too many items": (lambda a: a["work_count"].fill(1 << 20), "work_count: expected values from 0 to"),
+    "a count": (lambda a: a["split_counts"][3].__iadd__(1), "split_counts: expected the number of entries"),
+    "slots": (swap_slots, "split_entries: expected the entry of each split slot"),
+    "a slot": (
+        lambda a: a["qsplit_indices"][0, :1].__iadd__(3 << 24),
+        r"qsplit_indices >> 24 \(split slots\): expected",
+    ),
+    "a slot past topk": (
+        lambda a: a["qsplit_indices"][0, :1].__iadd__(9 << 24),
+        r"split slots\): expected values from 0",
+    ),
+    "a token": (
+        lambda a: a["qsplit_indices"][0, :1].__iadd__(1),
+        "qsplit_indices: expected the tokens of k2q_q_indices",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_validation_names_what_is_not_of_the_csr(what):
+    damage, message = DAMAGE[what]
+    arrays = validated(0)
+    damage(arrays)
+    with pytest.raises(ValueError, match=f"^schedule.*{message}"):
+        check_schedule(**arrays)
+
+
+@needs_simulator
+def test_with_validation_a_call_on_host_arrays_works():
+    code = "from test_schedule import *; csr = build(); attend(*csr); attend(*csr[:2], None)"
+    run_python(code, SPARSE_AOT_VALIDATE="1")
 
 
 # --------------------------------------------------------------------------------------------------- keeping, copying

@@ -1,13 +1,11 @@
 """SPARSE_AOT_LOG=1 and SPARSE_AOT_NVTX=1, which are read when the package is imported: each test is a process."""
 
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from stub_driver import TESTS, library_folder, stub_environment, write_bundle
+from stub_driver import library_folder, run_python, stub_environment, write_bundle
 
 from sparse_aot import sim
 
@@ -31,19 +29,10 @@ int nvtxRangePop(void) { say("pop"); return 0; }
 """
 
 
-def stderr_of(code, libraries=(), **environment):
-    folders = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    environment = {"PYTHONPATH": folders, "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries))} | environment
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 def lines_on_stub(code, **environment):
     with tempfile.TemporaryDirectory() as folder:
         stub = stub_environment(folder, write_bundle(Path(folder) / "bundle"))
-        text = stderr_of(ON_STUB + code, [library_folder()], **stub, **environment)
+        text = run_python(ON_STUB + code, LD_LIBRARY_PATH=str(library_folder()), **stub, **environment).stderr
     return text.partition("before the call\n")[2].splitlines()
 
 
@@ -89,7 +78,7 @@ def test_a_call_that_fails_has_its_line_and_ends():
 
 @pytest.mark.skipif(not sim.is_installed(), reason="the simulator is not installed")
 def test_host_code_and_the_simulator_are_named():
-    text = stderr_of(ON_HOST, SPARSE_AOT_LOG="1")
+    text = run_python(ON_HOST, SPARSE_AOT_LOG="1").stderr
     build, attend = (line for line in text.splitlines() if line.startswith("sparse_aot: "))
     assert build == "sparse_aot: build_k2q_csr: nothing launched; compiled host code, the arrays are on the host"
     assert "sm_90a/fwd-bf16-g2-pbf16 on the simulator grid 8, " in attend
@@ -99,8 +88,9 @@ def test_ranges_of_public_calls_open_and_close(nvtx, tmp_path):
     code = "call.run(schedule=None)"
     with tempfile.TemporaryDirectory() as folder:
         stub = stub_environment(folder, write_bundle(Path(folder) / "bundle"))
-        log = {"SPARSE_AOT_NVTX": "1", "NVTX_LOG": str(tmp_path / "log")}
-        assert "sparse_aot:" not in stderr_of(ON_STUB + code, [library_folder(), nvtx], **stub, **log)
+        stub |= {"SPARSE_AOT_NVTX": "1", "NVTX_LOG": str(tmp_path / "log")}
+        done = run_python(ON_STUB + code, LD_LIBRARY_PATH=f"{library_folder()}:{nvtx}", **stub)
+    assert "sparse_aot:" not in done.stderr
     assert (tmp_path / "log").read_text().splitlines() == [
         "sparse_aot.build_k2q_csr",
         "pop",
@@ -119,7 +109,7 @@ def none(*arguments): raise OSError
 ctypes.CDLL = none
 import sparse_aot
 """
-    warned = [line for line in stderr_of(code, SPARSE_AOT_NVTX="1").splitlines() if "Warning" in line]
+    warned = [line for line in run_python(code, SPARSE_AOT_NVTX="1").stderr.splitlines() if "Warning" in line]
     assert len(warned) == 1 and "SPARSE_AOT_NVTX=1: no ranges" in warned[0] and "nvidia-nvtx" in warned[0]
 
 
