@@ -331,9 +331,7 @@ cdef int _read_lse(Call call, Problem* p, object lse) except -1:
     return check_writable("lse", &p.lse)
 
 
-cdef inline int _apart(
-    str name, const View* view, const Bounds* bounds, str other_name, const View* other
-) except -1:
+cdef inline int _apart(str name, const View* view, const Bounds* bounds, str other_name, const View* other) except -1:
     return check_apart(name, view, other_name, other) if meets(bounds, other) else 0
 
 
@@ -722,7 +720,8 @@ def sparse_atten_func(
     trying and testing, where it is installed (``sparse_aot.sim``). Nothing is read back from the device: token numbers,
     page numbers and lengths that are out of range are ignored (host code of CSR and schedule checks them;
     ``SPARSE_AOT_VALIDATE=1`` in the environment at import makes them errors, but for those that have a meaning: query
-    rows past ``cu_seqlens_q[B]``, pages of -1, lengths in ``seqused_k`` below 0 or past a flat sequence's own keys). Forward only: results carry no gradient.
+    rows past ``cu_seqlens_q[B]``, pages of -1, lengths in ``seqused_k`` below 0 or past a flat sequence's own keys).
+    Forward only: results carry no gradient.
 
     Args:
         q: bfloat16 ``[total_q, Hq, 128]``, ``total_q < 2**24``; any 16-byte aligned strides, last dimension contiguous.
@@ -748,8 +747,8 @@ def sparse_atten_func(
             inside the call.
         qk_dtype, pv_dtype: the dtypes of the two products; None is the default for the storage ("bfloat16").
         q_scale, k_scale, v_scale: belong to fp8 storage; must be None for bfloat16.
-        out: bfloat16 ``[total_q, Hq, 128]`` to write into; 16-byte aligned strides, last dimension contiguous. It may be
-            a view of a buffer that holds other arguments too, but has no byte of them; nor has lse.
+        out: bfloat16 ``[total_q, Hq, 128]`` to write into; 16-byte aligned strides, last dimension contiguous. It may
+            be a view of a buffer that holds other arguments too, but has no byte of them; nor has lse.
         lse: float32 ``[total_q, Hq]`` to write into, any positive strides.
         stream: CUDA stream to work on, an int handle or an object with ``__cuda_stream__``; None is the current stream
             of q's framework. Arrays that the call returns are allocated in that framework's current stream: keep them

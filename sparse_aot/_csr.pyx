@@ -459,29 +459,29 @@ cdef int set_sizes(Shape* shape, int64_t head_kv, int64_t total_q, int64_t topk)
     return 0
 
 
+cdef str order_of(const View* q2k):
+    return f"q2k_indices: expected [Hkv, total_q, topk], got shape {shape_text(q2k)}"
+
+
 cdef int read_selection(const View* view, Shape* shape) except -1:
     """Check q2k_indices and take the sizes from it."""
     check_rank("q2k_indices", view, 3)
     check_dtype("q2k_indices", view, INT32)
     check_alignment("q2k_indices", view, 4)
     check_last_dim_contiguous("q2k_indices", view)
-    order = f"q2k_indices: expected [Hkv, total_q, topk], got shape {shape_text(view)}"
     if view.shape[2] not in (4, 8, 16, 32):
-        raise NotImplementedError(f"{order}; topk: supported are 4, 8, 16, 32")
+        raise NotImplementedError(f"{order_of(view)}; topk: supported are 4, 8, 16, 32")
     if not 1 <= view.shape[0] <= MAX_HEADS:
-        raise ValueError(f"{order}; Hkv: expected from 1 to {MAX_HEADS}")
+        raise ValueError(f"{order_of(view)}; Hkv: expected from 1 to {MAX_HEADS}")
     if view.shape[1] >= 1 << TOKEN_BITS:
-        raise ValueError(f"{order}; total_q: expected from 0 to {(1 << TOKEN_BITS) - 1}")
+        raise ValueError(f"{order_of(view)}; total_q: expected from 0 to {(1 << TOKEN_BITS) - 1}")
     return set_sizes(shape, view.shape[0], view.shape[1], view.shape[2])
 
 
 cdef int check_order(const View* q2k, int32_t tokens) except -1:
     """A selection without room for the tokens of cu_seqlens_q may have them in another dimension."""
     if tokens > q2k.shape[1] and (tokens == q2k.shape[0] or tokens == q2k.shape[2]):
-        raise ValueError(
-            f"q2k_indices: expected [Hkv, total_q, topk], got shape {shape_text(q2k)} with the {tokens} tokens of "
-            "cu_seqlens_q in another dimension"
-        )
+        raise ValueError(f"{order_of(q2k)} with the {tokens} tokens of cu_seqlens_q in another dimension")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What public calls do, for those who run a service: SPARSE_AOT_LOG=1, a line a call; SPARSE_AOT_NVTX=1, a range a call.
+"""What public calls do, for those who run a service: a line a call (SPARSE_AOT_LOG=1), a range a call (..._NVTX=1).
 
     cdef Trace trace = begin("sparse_atten_func") if tracing else None   a local variable: it ends with the function
     if tracing:
