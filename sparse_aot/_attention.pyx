@@ -1,6 +1,7 @@
 """Block-sparse attention, prefill: validation, workspace and the launches of one call (forward, combine)."""
 
 import os
+import warnings
 
 from cuda.bindings cimport cydriver
 from libc.math cimport isfinite, sqrt
@@ -15,6 +16,7 @@ from sparse_aot._dlpack cimport (
     Buffer,
     Call,
     View,
+    boolean,
     check_alignment,
     check_contiguous,
     check_dtype,
@@ -27,12 +29,13 @@ from sparse_aot._dlpack cimport (
     integer,
     open_call,
 )
-from sparse_aot._csr_host cimport Plan, plan_walk
 from sparse_aot._driver cimport check, is_capturing
-from sparse_aot._schedule cimport Schedule
+from sparse_aot._overlap cimport Bounds, bounds_of, check_apart, check_no_overlap_within, meets
+from sparse_aot._schedule cimport Schedule, digest_csr
+from sparse_aot._trace cimport Trace, begin, note, tracing
 
 from sparse_aot._csr import prepare_sparse_fwd_schedule_and_split
-from sparse_aot._validate import validate_attention
+from sparse_aot._validate import check_schedule, validate_attention
 
 
 cdef enum:
@@ -50,6 +53,7 @@ cdef dict MMA_DTYPES = {
 }
 cdef dict PARTIAL_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
+cdef bint _warned_of_g = False
 cdef bint _validate = os.environ.get("SPARSE_AOT_VALIDATE") == "1"
 
 register_signature(
@@ -269,7 +273,7 @@ cdef int _read_problem(
     p.g = p.q.shape[1] // p.k.shape[1]
 
     _check_int32("k2q_row_ptr", &p.row_ptr, 2)
-    check_extent("k2q_row_ptr", &p.row_ptr, 0, p.head_kv, "KV heads")
+    check_extent("k2q_row_ptr", &p.row_ptr, 0, p.head_kv, "KV heads: dimension 0 of q2k_indices [Hkv, total_q, topk]")
     if p.row_ptr.shape[1] == 0:
         raise ValueError("k2q_row_ptr: expected [Hkv, total_rows + 1], got 0 in dimension 1")
     check_contiguous("k2q_row_ptr", &p.row_ptr)
@@ -328,10 +332,41 @@ cdef int _read_lse(Call call, Problem* p, object lse) except -1:
     return check_writable("lse", &p.lse)
 
 
+cdef inline int _apart(str name, const View* view, const Bounds* bounds, str other_name, const View* other) except -1:
+    return check_apart(name, view, other_name, other) if meets(bounds, other) else 0
+
+
+cdef int _check_apart(str name, const View* view, Problem* p, Schedule schedule) except -1:
+    """What a call writes has no byte of what it reads, and no byte twice."""
+    cdef Bounds bounds = bounds_of(view)
+    check_no_overlap_within(name, view)
+    _apart(name, view, &bounds, "q", &p.q)
+    _apart(name, view, &bounds, "k", &p.k)
+    _apart(name, view, &bounds, "v", &p.v)
+    _apart(name, view, &bounds, "k2q_row_ptr", &p.row_ptr)
+    _apart(name, view, &bounds, "k2q_q_indices", &p.q_indices)
+    _apart(name, view, &bounds, "cu_seqlens_q", &p.cu_seqlens_q)
+    _apart(name, view, &bounds, "cu_seqlens_k", &p.cu_seqlens_k)
+    if p.page_table.data is not NULL:
+        _apart(name, view, &bounds, "page_table", &p.page_table)
+    if p.seqused_k.data is not NULL:
+        _apart(name, view, &bounds, "seqused_k", &p.seqused_k)
+    if schedule is None:
+        return 0
+    _apart(name, view, &bounds, "schedule.scheduler_metadata", &schedule.metadata_view)
+    _apart(name, view, &bounds, "schedule.work_count", &schedule.work_count_view)
+    _apart(name, view, &bounds, "schedule.qsplit_indices", &schedule.qsplit_view)
+    _apart(name, view, &bounds, "schedule.split_counts", &schedule.split_counts_view)
+    _apart(name, view, &bounds, "schedule.split_entries", &schedule.split_entries_view)
+    if schedule.walk_totals is not None:
+        _apart(name, view, &bounds, "schedule.walk_blocks", &schedule.walk_blocks_view)
+        _apart(name, view, &bounds, "schedule.walk_counts", &schedule.walk_counts_view)
+        _apart(name, view, &bounds, "schedule.walk_totals", &schedule.walk_totals_view)
+    return 0
+
+
 cdef int _check_schedule(Problem* p, Schedule schedule) except -1:
     cdef const View* view = &schedule.qsplit_view
-    if not schedule.enabled:
-        return 0
     if view.device.device_type != p.q.device.device_type or view.device.device_id != p.q.device.device_id:
         raise ValueError("schedule: expected one whose arrays are on q's device")
     check_extent("schedule.qsplit_indices", view, 0, p.head_kv, "KV heads")
@@ -339,16 +374,31 @@ cdef int _check_schedule(Problem* p, Schedule schedule) except -1:
     check_extent("schedule.split_counts", &schedule.split_counts_view, 0, p.total_q, "total_q")
     check_extent("schedule.split_counts", &schedule.split_counts_view, 1, p.head_kv, "KV heads")
     check_extent("schedule.split_entries", &schedule.split_entries_view, 2, p.topk, "topk")
+    if schedule.total_rows != p.row_ptr.shape[1] - 1 or schedule.batch != p.batch:
+        raise ValueError(
+            f"schedule: expected one for a CSR of {p.row_ptr.shape[1] - 1} rows and {p.batch} sequences, got one for "
+            f"{schedule.total_rows} rows and {schedule.batch} sequences"
+        )
+    return schedule.check_in_place()
+
+
+cdef int _warn_of_g(const Problem* p, Schedule schedule) except -1:
+    """Said once in a process: the schedule was made for another number of query heads, most often for none given."""
+    global _warned_of_g
+    if not _warned_of_g:
+        _warned_of_g = True
+        warnings.warn(
+            f"schedule: made with qhead_per_kv={schedule.qhead_per_kv}, but q has {p.g} query heads a KV head. The "
+            "results are right; it takes longer, in items of another size and without a walk: pass "
+            f"qhead_per_kv={p.g} where the schedule is made",
+            RuntimeWarning,
+            stacklevel=1,
+        )
     return 0
 
 
-cdef object _validate_values(Call call, Problem* p, object schedule, object max_seqlen_q, object max_seqlen_k):
+cdef int _validate_values(Call call, Problem* p, object max_seqlen_q, object max_seqlen_k) except -1:
     """SPARSE_AOT_VALIDATE=1: what can only be known by reading the arrays."""
-    cdef bint scheduled = schedule is not None and (<Schedule>schedule).enabled
-    work_count = split_counts = None
-    if scheduled:
-        work_count = call.to_host("schedule.work_count", &(<Schedule>schedule).work_count_view)
-        split_counts = call.to_host("schedule.split_counts", &(<Schedule>schedule).split_counts_view)
     validate_attention(
         total_q=p.total_q,
         topk=p.topk,
@@ -361,10 +411,29 @@ cdef object _validate_values(Call call, Problem* p, object schedule, object max_
         k2q_q_indices=call.to_host("k2q_q_indices", &p.q_indices),
         page_table=call.to_host("page_table", &p.page_table) if p.page_table.ndim else None,
         seqused_k=call.to_host("seqused_k", &p.seqused_k) if p.seqused_k.ndim else None,
-        work_count=work_count,
-        work_capacity=schedule.work_capacity if scheduled else None,
-        split_counts=split_counts,
     )
+    return 0
+
+
+cdef int _validate_schedule(Call call, Problem* p, Schedule schedule) except -1:
+    """That a schedule is of this CSR: by its digest and, with SPARSE_AOT_VALIDATE=1, by all that it says."""
+    cdef View entries = p.q_indices  # split_entries, which are contiguous, in two dimensions
+    if schedule.csr_digest is not None and schedule.csr_digest != digest_csr(call, &p.row_ptr, &p.q_indices):
+        raise ValueError("schedule: expected one for this k2q_row_ptr and k2q_q_indices, got one for another CSR")
+    if not _validate:
+        return 0
+    entries.data = schedule.split_entries_view.data
+    check_schedule(
+        cu_seqlens_q=call.to_host("cu_seqlens_q", &p.cu_seqlens_q),
+        k2q_row_ptr=call.to_host("k2q_row_ptr", &p.row_ptr),
+        k2q_q_indices=call.to_host("k2q_q_indices", &p.q_indices),
+        metadata=call.to_host("schedule.scheduler_metadata", &schedule.metadata_view),
+        work_count=call.to_host("schedule.work_count", &schedule.work_count_view),
+        qsplit_indices=call.to_host("schedule.qsplit_indices", &schedule.qsplit_view),
+        split_counts=call.to_host("schedule.split_counts", &schedule.split_counts_view),
+        split_entries=call.to_host("schedule.split_entries", &entries).reshape(p.head_kv, p.total_q, p.topk),
+    )
+    return 0
 
 
 cdef Schedule _make_schedule(
@@ -469,17 +538,6 @@ cdef inline size_t _aligned(size_t n_bytes) noexcept:
     return (n_bytes + WORKSPACE_ALIGNMENT - 1) // WORKSPACE_ALIGNMENT * WORKSPACE_ALIGNMENT
 
 
-cdef bint _plan_fits(const Problem* p, Schedule schedule) noexcept:
-    """Whether the schedule has a walk plan for groups of G heads a token; one made for another G is not used."""
-    cdef Plan plan
-    plan_walk(p.total_q, p.g, &plan)
-    return (
-        schedule.walk_totals_view.data is not NULL
-        and schedule.walk_counts_view.shape[1] == plan.groups
-        and schedule.walk_blocks_view.shape[3] == plan.walk_columns
-    )
-
-
 cdef int _reach_schedule(Call call, Schedule schedule) except -1:
     call.reach("schedule.scheduler_metadata", &schedule.metadata_view)
     call.reach("schedule.work_count", &schedule.work_count_view)
@@ -489,6 +547,16 @@ cdef int _reach_schedule(Call call, Schedule schedule) except -1:
     call.reach("schedule.walk_blocks", &schedule.walk_blocks_view)
     call.reach("schedule.walk_counts", &schedule.walk_counts_view)
     return call.reach("schedule.walk_totals", &schedule.walk_totals_view)
+
+
+cdef int _note_traversal(Schedule schedule, bint walks, bint planned) except -1:
+    if planned:
+        return note("walks if the totals of the walk plan say so, else block-outer")
+    if not walks:
+        return note("block-outer, this kernel has no walk")
+    if schedule.walk_totals is None:
+        return note("block-outer, the schedule has no walk plan: only build_k2q_csr makes one")
+    return note(f"block-outer, the walk plan is for qhead_per_kv={schedule.qhead_per_kv}")
 
 
 cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partial) except -1:
@@ -586,10 +654,16 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
         _encode_queries(&q_map, &forward.maps[0], p)
         _encode_keys(&k_map, &forward.maps[1], &p.k, "k")
         _encode_keys(&v_map, &forward.maps[2], &p.v, "v")
-        if forward.walks and _plan_fits(p, schedule):
+        if schedule.qhead_per_kv != p.g:
+            _warn_of_g(p, schedule)
+        elif forward.walks:
             walk_totals = schedule.walk_totals_view.data
             if schedule.walk_totals_memory is not None:
                 call.hold(schedule.walk_totals_memory)
+        if tracing:
+            _note_traversal(schedule, forward.walks, walk_totals is not NULL)
+    elif tracing:
+        note("no keys or no selected blocks, so combine alone")
     if call.on_host:
         _reach_schedule(call, schedule)
         if has_work:
@@ -620,19 +694,20 @@ def sparse_atten_func(
     v,
     k2q_row_ptr,
     k2q_q_indices,
-    topk,
+    topk=None,
     *,
+    topK=None,
     blk_kv=128,
     causal=False,
     softmax_scale=None,
     lse_temperature_scale=1.0,
     return_temperature_lse=False,
-    partial_dtype="float32",
+    partial_dtype="bfloat16",
     return_softmax_lse=False,
     cu_seqlens_q,
     cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
     page_table=None,
     seqused_k=None,
     schedule=None,
@@ -656,7 +731,9 @@ def sparse_atten_func(
     Arrays are any objects on one CUDA device that speak DLPack. On host arrays the same kernels run in a simulator, for
     trying and testing, where it is installed (``sparse_aot.sim``). Nothing is read back from the device: token numbers,
     page numbers and lengths that are out of range are ignored (host code of CSR and schedule checks them;
-    ``SPARSE_AOT_VALIDATE=1`` in the environment at import makes them errors). Forward only: results carry no gradient.
+    ``SPARSE_AOT_VALIDATE=1`` in the environment at import makes them errors, but for those that have a meaning: query
+    rows past ``cu_seqlens_q[B]``, pages of -1, lengths in ``seqused_k`` below 0 or past a flat sequence's own keys).
+    Forward only: results carry no gradient.
 
     Args:
         q: bfloat16 ``[total_q, Hq, 128]``, ``total_q < 2**24``; any 16-byte aligned strides, last dimension contiguous.
@@ -665,7 +742,7 @@ def sparse_atten_func(
             ``G`` in 1, 2, 4, 8, 16.
         k2q_row_ptr: int32 ``[Hkv, total_rows + 1]``, from ``build_k2q_csr``.
         k2q_q_indices: int32 ``[Hkv, total_q * topk]``, likewise.
-        topk: selected blocks of a (token, KV head): 4, 8, 16 or 32.
+        topk: selected blocks of a (token, KV head): 4, 8, 16 or 32. ``topK`` is another name for it.
         blk_kv: keys of a block: 128.
         causal: bottom-right aligned causal mask.
         softmax_scale: positive; None is ``1 / sqrt(128)``.
@@ -674,16 +751,18 @@ def sparse_atten_func(
         partial_dtype: how the partial outputs of a row's splits are stored, "float32" or "bfloat16".
         return_softmax_lse: also return ``lse``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, where each sequence starts.
-        max_seqlen_q, max_seqlen_k: the longest sequence, in tokens; only hints for sizes.
+        max_seqlen_q, max_seqlen_k: the longest sequence, in tokens; only hints for sizes, None is as good.
         page_table: int32 ``[B, max_pages]``, last dimension contiguous: the pages of each sequence.
         seqused_k: int32 ``[B]``: keys in use, instead of the lengths in ``cu_seqlens_k``.
-        schedule: from ``build_k2q_csr(..., return_schedule=True)`` or ``prepare_sparse_fwd_schedule_and_split``; None
-            makes one inside the call.
+        schedule: from ``build_k2q_csr(..., return_schedule=True)`` or ``prepare_sparse_fwd_schedule_and_split``, for
+            this CSR: on host arrays another one is an error, on a device with ``SPARSE_AOT_VALIDATE=1``. None makes one
+            inside the call.
         qk_dtype, pv_dtype: the dtypes of the two products; None is the default for the storage ("bfloat16").
         q_scale, k_scale, v_scale: belong to fp8 storage; must be None for bfloat16.
         usable_SM_count: at most so many multiprocessors work on the attention, an integer from 1; None is all that the
             CUDA context has. The result has the same bits.
-        out: bfloat16 ``[total_q, Hq, 128]`` to write into; 16-byte aligned strides, last dimension contiguous.
+        out: bfloat16 ``[total_q, Hq, 128]`` to write into; 16-byte aligned strides, last dimension contiguous. It may
+            be a view of a buffer that holds other arguments too, but has no byte of them; nor has lse.
         lse: float32 ``[total_q, Hq]`` to write into, any positive strides.
         stream: CUDA stream to work on, an int handle or an object with ``__cuda_stream__``; None is the current stream
             of q's framework. Arrays that the call returns are allocated in that framework's current stream: keep them
@@ -709,9 +788,18 @@ def sparse_atten_func(
     cdef Buffer new_out = None
     cdef Buffer new_lse = None
     cdef Buffer new_lse_temperature = None
-    cdef bint wants_lse = return_softmax_lse or return_temperature_lse or lse is not None
-    cdef int n_topk = integer("topk", topk, 1, 1 << 20)
+    cdef bint returns_lse = boolean("return_softmax_lse", return_softmax_lse)
+    cdef bint returns_temperature = boolean("return_temperature_lse", return_temperature_lse)
+    cdef bint wants_lse = returns_lse or returns_temperature or lse is not None
+    cdef Schedule given = None  # an enabled one
+    cdef int n_topk
+    if topK is not None:
+        if topk is not None:
+            raise TypeError("topk: expected one number, got topK too, which is another name for it")
+        topk = topK
+    n_topk = integer("topk", topk, 1, 1 << 20)
     memset(&p, 0, sizeof(p))
+    cdef Trace trace = begin("sparse_atten_func") if tracing else None
     cdef Call call = open_call("q", q, &p.q, stream)
     if call.on_host:
         call.simulate()
@@ -721,11 +809,16 @@ def sparse_atten_func(
         raise NotImplementedError(f"topk: got {n_topk}; supported: {', '.join(map(str, TOPK))}")
     if integer("blk_kv", blk_kv, 1, 1 << 20) != BLK_KV:
         raise NotImplementedError(f"blk_kv: got {blk_kv}; supported: {BLK_KV}")
-    integer("max_seqlen_q", max_seqlen_q, 0, 0x7FFFFFFF)
-    integer("max_seqlen_k", max_seqlen_k, 0, 0x7FFFFFFF)
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule: expected a Schedule or None, got {type(schedule).__name__}")
-    p.causal = bool(causal)
+    if max_seqlen_q is not None:
+        integer("max_seqlen_q", max_seqlen_q, 0, 0x7FFFFFFF)
+    if max_seqlen_k is not None:
+        integer("max_seqlen_k", max_seqlen_k, 0, 0x7FFFFFFF)
+    if schedule is not None:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"schedule: expected a Schedule or None, got {type(schedule).__name__}")
+        if (<Schedule>schedule).enabled:
+            given = <Schedule>schedule
+    p.causal = boolean("causal", causal)
     p.softmax_scale = 1.0 / sqrt(<double>HEAD_DIM)
     if softmax_scale is not None:
         p.softmax_scale = _positive("softmax_scale", softmax_scale)
@@ -741,10 +834,18 @@ def sparse_atten_func(
         _read_out(call, &p, out)
     if lse is not None:
         _read_lse(call, &p, lse)
-    if schedule is not None:
-        _check_schedule(&p, <Schedule>schedule)
+    if given is not None:
+        _check_schedule(&p, given)
+    if out is not None:
+        _check_apart("out", &p.out, &p, given)
+    if lse is not None:
+        _check_apart("lse", &p.lse, &p, given)
+        if out is not None:
+            check_apart("lse", &p.lse, "out", &p.out)
     if _validate:
-        _validate_values(call, &p, schedule, max_seqlen_q, max_seqlen_k)
+        _validate_values(call, &p, max_seqlen_q, max_seqlen_k)
+    if given is not None and (_validate or call.on_host):
+        _validate_schedule(call, &p, given)
 
     if out is None:
         new_out = call.empty(BFLOAT16, 3, p.q.shape)
@@ -752,24 +853,28 @@ def sparse_atten_func(
     if lse is None and wants_lse:
         new_lse = call.empty(FLOAT32, 2, p.q.shape)
         p.lse = new_lse.view
-    if return_temperature_lse and p.lse_temperature_scale != 1.0:
+    if returns_temperature and p.lse_temperature_scale != 1.0:
         # combine writes both with the same strides.
         check_contiguous("lse", &p.lse)
         new_lse_temperature = call.empty(FLOAT32, 2, p.q.shape)
         p.lse_temperature = new_lse_temperature.view
     if p.total_q:
-        if schedule is None or not (<Schedule>schedule).enabled:
-            schedule = _make_schedule(
+        if given is None:
+            if tracing:
+                note("no schedule given, so it is made here")
+            given = _make_schedule(
                 call, &p, k2q_row_ptr, k2q_q_indices, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, stream
             )
-        _launch(call, &p, <Schedule>schedule, mma, partial)
+        _launch(call, &p, given, mma, partial)
+    elif tracing:
+        note("no queries")
 
     if new_out is not None:
         out = new_out.finish()
-    if not (return_softmax_lse or return_temperature_lse):
+    if not (returns_lse or returns_temperature):
         return out
     if new_lse is not None:
         lse = new_lse.finish()
-    if not return_temperature_lse:
+    if not returns_temperature:
         return out, lse
     return out, lse, lse if new_lse_temperature is None else new_lse_temperature.finish()

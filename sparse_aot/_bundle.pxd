@@ -59,6 +59,7 @@ cdef class Kernel:
         self, Call call, int64_t work, void** params
     ) except? cydriver.CUDA_ERROR_NOT_FOUND nogil
     cdef int simulate(self, Call call, int64_t work, void** params) except -1
+    cdef int trace(self, Call call, int64_t work) except -1
     cdef int failed(self, Call call, cydriver.CUresult result, int64_t work) except -1
 
 

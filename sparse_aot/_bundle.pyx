@@ -13,6 +13,7 @@ from libc.string cimport memcmp, memcpy, memset
 
 from sparse_aot._dlpack cimport integer
 from sparse_aot._driver cimport check, enter, get_device, initialise, leave
+from sparse_aot._trace cimport note_launch, tracing
 
 from sparse_aot import sim
 
@@ -390,6 +391,9 @@ cdef class Kernel:
     ) except? cydriver.CUDA_ERROR_NOT_FOUND nogil:
         cdef cydriver.CUlaunchConfig config
         cdef cydriver.CUlaunchAttribute attribute
+        if tracing:
+            with gil:
+                self.trace(call, work)
         if not self.pdl:
             return cydriver.cuLaunchKernel(
                 self.function, self.grid(call, work), 1, 1, self.threads, 1, 1, self.smem_bytes, call.stream, params, NULL
@@ -417,12 +421,18 @@ cdef class Kernel:
 
     cdef int simulate(self, Call call, int64_t work, void** params) except -1:
         cdef size_t i, size
+        if tracing:
+            self.trace(call, work)
         values = []
         for i, param in enumerate(self.entry["params"]):
             size = param["size"]
             values.append((<const char*>params[i])[:size])
         sim.run(self.entry, self.grid(call, work), values, call.memory)
         return 0
+
+    cdef int trace(self, Call call, int64_t work) except -1:
+        device = "the simulator" if self.device.simulated is not None else f"cuda:{self.device.ordinal}"
+        return note_launch(self.name, self.grid(call, work), device)
 
     cdef int failed(self, Call call, cydriver.CUresult result, int64_t work) except -1:
         return check(

@@ -32,6 +32,7 @@ from sparse_aot._dlpack cimport (
     Buffer,
     Call,
     View,
+    boolean,
     check_alignment,
     check_contiguous,
     check_dtype,
@@ -39,12 +40,14 @@ from sparse_aot._dlpack cimport (
     check_last_dim_contiguous,
     check_rank,
     check_writable,
-    element_count,
     integer,
     open_call,
+    shape_text,
 )
 from sparse_aot._driver cimport check, is_capturing
-from sparse_aot._schedule cimport Schedule, make_schedule
+from sparse_aot._overlap cimport check_apart
+from sparse_aot._schedule cimport Schedule, digest_csr, make_schedule
+from sparse_aot._trace cimport Trace, begin, note, tracing
 
 from sparse_aot import sim
 
@@ -435,15 +438,6 @@ cdef int read_entries(Call call, str name, object array, View* view, const Shape
     return check_extent(name, view, 1, shape.size, "total_q * topk")
 
 
-cdef int check_apart(str name, const View* written, str other_name, const View* other) except -1:
-    """Neither array has memory of the other: writing one would change what is checked already, or read later."""
-    cdef int32_t* start = <int32_t*>written.data
-    cdef int32_t* other_start = <int32_t*>other.data
-    if max(start, other_start) < min(start + element_count(written), other_start + element_count(other)):
-        raise ValueError(f"{name}: expected memory of its own, got some of {other_name}")
-    return 0
-
-
 cdef int read_cu_seqlens(
     Call call, object array_q, object array_k, View* cu_q, View* cu_k, Shape* shape, Values* v
 ) except -1:
@@ -465,10 +459,39 @@ cdef int set_sizes(Shape* shape, int64_t head_kv, int64_t total_q, int64_t topk)
     return 0
 
 
+cdef str order_of(const View* q2k):
+    return f"q2k_indices: expected [Hkv, total_q, topk], got shape {shape_text(q2k)}"
+
+
+cdef int read_selection(const View* view, Shape* shape) except -1:
+    """Check q2k_indices and take the sizes from it."""
+    check_rank("q2k_indices", view, 3)
+    check_dtype("q2k_indices", view, INT32)
+    check_alignment("q2k_indices", view, 4)
+    check_last_dim_contiguous("q2k_indices", view)
+    if view.shape[2] not in (4, 8, 16, 32):
+        raise NotImplementedError(f"{order_of(view)}; topk: supported are 4, 8, 16, 32")
+    if not 1 <= view.shape[0] <= MAX_HEADS:
+        raise ValueError(f"{order_of(view)}; Hkv: expected from 1 to {MAX_HEADS}")
+    if view.shape[1] >= 1 << TOKEN_BITS:
+        raise ValueError(f"{order_of(view)}; total_q: expected from 0 to {(1 << TOKEN_BITS) - 1}")
+    return set_sizes(shape, view.shape[0], view.shape[1], view.shape[2])
+
+
+cdef int check_order(const View* q2k, int32_t tokens) except -1:
+    """A selection without room for the tokens of cu_seqlens_q may have them in another dimension."""
+    if tokens > q2k.shape[1] and (tokens == q2k.shape[0] or tokens == q2k.shape[2]):
+        raise ValueError(f"{order_of(q2k)} with the {tokens} tokens of cu_seqlens_q in another dimension")
+    return 0
+
+
 cdef int resolve_rows(
-    Call call, const View* cu_q, const View* cu_k, Shape* shape, object total_rows, int64_t total_k
+    Call call, const View* q2k, const View* cu_q, const View* cu_k, Shape* shape, object total_rows, int64_t total_k
 ) except -1:
-    """Set ``shape.total_rows``; check the values in cu_seqlens, for a device only with SPARSE_AOT_VALIDATE=1."""
+    """Set ``shape.total_rows``; check the values in cu_seqlens, for a device only with SPARSE_AOT_VALIDATE=1.
+
+    ``q2k`` NULL: of a CSR.
+    """
     cdef bint validate = call.on_host or (_validate and not is_capturing(call.stream))
     cdef const int32_t* cu_seqlens_q = <int32_t*>cu_q.data
     cdef const int32_t* cu_seqlens_k = <int32_t*>cu_k.data
@@ -483,6 +506,8 @@ cdef int resolve_rows(
             copy_q = call.to_host("cu_seqlens_q", cu_q)
             cu_seqlens_q = <int32_t*><uintptr_t>copy_q.ctypes.data
     if validate:
+        if q2k is not NULL:
+            check_order(q2k, cu_seqlens_q[shape.batch])
         check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, shape.batch, shape.total_q, "total_q")
         check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, shape.batch, total_k, "total_k")
     if total_rows is None or validate:
@@ -513,7 +538,7 @@ def build_k2q_csr(
         cu_seqlens_q: int32 ``[B + 1]``, contiguous. Tokens past ``cu_seqlens_q[B]`` belong to no sequence.
         cu_seqlens_k: int32 ``[B + 1]``, contiguous.
         blk_kv: keys a block; 128.
-        total_k: upper bound of ``cu_seqlens_k[B]``.
+        total_k: upper bound of ``cu_seqlens_k[B]``; 0 with ``total_rows`` says nothing.
         max_seqlen_k, max_seqlen_q: accepted as hints; nothing is sized by them.
         total_rows: the number of rows, the sum of ``ceil(len_k / 128)`` over the sequences. A larger number gives empty
             rows at the end; a smaller one is an error for host arrays and drops the rows past it on a device. None:
@@ -541,14 +566,11 @@ def build_k2q_csr(
     cdef Buffer metadata, work_count, qsplit, split_counts, split_entries, walk_blocks, walk_counts, walk_totals
     cdef Schedule schedule
     cdef int64_t[2] extents
+    cdef Trace trace = begin("build_k2q_csr") if tracing else None
     cdef Call call = open_call("q2k_indices", q2k_indices, &view, stream)
     if call.on_host and sim.options.csr:
         call.simulate()
-    check_rank("q2k_indices", &view, 3)
-    check_dtype("q2k_indices", &view, INT32)
-    check_alignment("q2k_indices", &view, 4)
-    check_last_dim_contiguous("q2k_indices", &view)
-    set_sizes(&shape, view.shape[0], view.shape[1], view.shape[2])
+    read_selection(&view, &shape)
     v.q2k_indices = <int64_t>view.data
     v.q2k_stride_head = view.strides[0]
     v.q2k_stride_token = view.strides[1]
@@ -558,9 +580,12 @@ def build_k2q_csr(
     for name, hint in (("max_seqlen_k", max_seqlen_k), ("max_seqlen_q", max_seqlen_q)):
         if hint is not None:
             integer(name, hint, 0, 0x7FFFFFFF)
+    cdef bint scheduled = boolean("return_schedule", return_schedule)
+    most_keys = integer("total_k", total_k, 0, 0x7FFFFFFF)
     if total_rows is not None:
         integer("total_rows", total_rows, 0, MAX_ROWS)
-    resolve_rows(call, &cu_q, &cu_k, &shape, total_rows, integer("total_k", total_k, 0, 0x7FFFFFFF))
+        most_keys = most_keys or 0x7FFFFFFF
+    resolve_rows(call, &view, &cu_q, &cu_k, &shape, total_rows, most_keys)
 
     extents = [shape.head_kv, <int64_t>shape.total_rows + 1]
     cdef Buffer row_ptr = call.empty(INT32, 2, extents)
@@ -569,7 +594,7 @@ def build_k2q_csr(
     v.row_ptr = <int64_t>row_ptr.view.data
     v.q_indices = <int64_t>q_indices.view.data
     v.split_entries = v.walk_totals = 0
-    if return_schedule:
+    if scheduled:
         planned = &plan
         plan_schedule(&shape, qhead_per_kv, planned)
         qsplit = call.empty(INT32, 2, extents)
@@ -587,24 +612,27 @@ def build_k2q_csr(
         v.walk_totals = <int64_t>walk_totals.view.data
 
     if call.device is None:
+        if tracing:
+            note("compiled host code, the arrays are on the host")
         run_host(call, &v, &shape, planned, False)
     else:
         launch_build(call, &v, &shape, planned)
         call.launched()
-    if not return_schedule:
+    if not scheduled:
         return row_ptr.finish(), q_indices.finish()
     schedule = make_schedule(
         metadata.finish(), &metadata.view, work_count.finish(), &work_count.view, qsplit.finish(), &qsplit.view,
         split_counts.finish(), &split_counts.view, split_entries.finish(), &split_entries.view, 1 << plan.target_log2,
-        plan.capacity,
+        plan.capacity, qhead_per_kv,
     )
+    schedule.set_csr(shape.batch, shape.total_rows, digest_of(call, &row_ptr.view, &q_indices.view))
     finish_walk_plan(call, schedule, walk_blocks, walk_counts, walk_totals)
     return row_ptr.finish(), q_indices.finish(), schedule
 
 
 def prepare_sparse_fwd_schedule_and_split(
-    *, k2q_row_ptr, k2q_q_indices, k2q_qsplit_indices, split_counts, cu_seqlens_q, cu_seqlens_k, total_q, max_seqlen_q,
-    topk, head_kv, qhead_per_kv, blk_kv, device, enabled, stream=None,
+    *, k2q_row_ptr, k2q_q_indices, k2q_qsplit_indices, split_counts, cu_seqlens_q, cu_seqlens_k, total_q,
+    max_seqlen_q=None, topk, head_kv, qhead_per_kv, blk_kv, device, enabled, stream=None,
 ):
     """The schedule of a given CSR, as ``build_k2q_csr(..., return_schedule=True)`` makes it, but without a walk plan.
 
@@ -616,7 +644,7 @@ def prepare_sparse_fwd_schedule_and_split(
         split_counts: int32 ``[total_q, Hkv]``, written.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``.
         total_q: query tokens, < 2^24.
-        max_seqlen_q: accepted as a hint; nothing is sized by it. May be None.
+        max_seqlen_q: accepted as a hint; nothing is sized by it.
         topk: 4, 8, 16 or 32.
         head_kv: KV heads.
         qhead_per_kv: query heads a KV head, 1, 2, 4, 8 or 16.
@@ -643,6 +671,8 @@ def prepare_sparse_fwd_schedule_and_split(
     cdef Shape shape
     cdef Plan plan
     cdef Buffer metadata, work_count, split_entries
+    cdef Schedule schedule
+    cdef Trace trace = begin("prepare_sparse_fwd_schedule_and_split") if tracing else None
     cdef Call call = open_call("k2q_row_ptr", k2q_row_ptr, &rows_view, stream)
     call.private = isinstance(split_counts, Buffer)  # of the attention, which makes a schedule for itself
     if call.on_host and sim.options.csr:
@@ -673,10 +703,10 @@ def prepare_sparse_fwd_schedule_and_split(
     if max_seqlen_q is not None:
         integer("max_seqlen_q", max_seqlen_q, 0, 0x7FFFFFFF)
     check_device(device, call)
-    if not enabled:
+    if not boolean("enabled", enabled):
         return Schedule.__new__(Schedule)
 
-    resolve_rows(call, &cu_q, &cu_k, &shape, rows_view.shape[1] - 1, 0x7FFFFFFF)
+    resolve_rows(call, NULL, &cu_q, &cu_k, &shape, rows_view.shape[1] - 1, 0x7FFFFFFF)
     plan_schedule(&shape, qhead_per_kv, &plan)
     metadata, work_count, split_entries = empty_schedule(call, &shape, &plan)
     v.row_ptr = <int64_t>rows_view.data
@@ -688,14 +718,27 @@ def prepare_sparse_fwd_schedule_and_split(
     v.work_count = <int64_t>work_count.view.data
     v.walk_totals = 0
     if call.device is None:
+        if tracing:
+            note("compiled host code, the arrays are on the host")
         run_host(call, &v, &shape, &plan, True)
     else:
         launch_split(call, &v, &shape, &plan)
         call.launched()
-    return make_schedule(
+    schedule = make_schedule(
         metadata.finish(), &metadata.view, work_count.finish(), &work_count.view, k2q_qsplit_indices, &qsplit_view,
         split_counts, &split_view, split_entries.finish(), &split_entries.view, 1 << plan.target_log2, plan.capacity,
+        qhead_per_kv,
     )
+    schedule.set_csr(shape.batch, shape.total_rows, digest_of(call, &rows_view, &indices_view))
+    schedule.given = True
+    return schedule
+
+
+cdef object digest_of(Call call, const View* row_ptr, const View* q_indices):
+    """The digest of a CSR; None where it would take a read-back that is not asked for, or not possible."""
+    if call.on_host or (_validate and not is_capturing(call.stream)):
+        return digest_csr(call, row_ptr, q_indices)
+    return None
 
 
 cdef tuple empty_schedule(Call call, const Shape* shape, const Plan* plan):

@@ -187,6 +187,7 @@ cdef Call open_call(str name, object array, View* view, object stream)
 
 # Errors that name the argument, what it got and what it takes.
 cdef int64_t integer(str name, object value, int64_t low, int64_t high) except? -1
+cdef bint boolean(str name, object value) except? -1
 cdef int check_rank(str name, const View* view, int ndim) except -1
 cdef int check_dtype(str name, const View* view, int dtype) except -1
 cdef int check_extent(str name, const View* view, int dim, int64_t extent, str meaning) except -1
@@ -194,6 +195,8 @@ cdef int check_contiguous(str name, const View* view) except -1
 cdef int check_last_dim_contiguous(str name, const View* view) except -1
 cdef int check_alignment(str name, const View* view, int n_bytes) except -1
 cdef int check_writable(str name, const View* view) except -1
+# Whether an array that is kept still has the memory and shape that `view` was read with.
+cdef int check_in_place(str name, object array, const View* view) except -1
 cdef str dtype_name(int dtype)
 cdef str shape_text(const View* view)
 cdef int64_t element_count(const View* view) noexcept nogil

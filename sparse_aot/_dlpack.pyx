@@ -26,7 +26,7 @@ from cpython.ref cimport Py_DECREF
 from cuda.bindings cimport cydriver
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 from sparse_aot._driver cimport (
     check,
@@ -217,6 +217,8 @@ cdef int _read_numpy(str name, object array, View* view) except -1:
     """An array of a dtype of ml_dtypes goes as integers of the same size and byte order, whose strides are the same."""
     cdef int dtype = _NUMPY_DTYPES.get(array.dtype.name, 0)
     cdef bint readonly = not array.flags.writeable
+    if isinstance(array, numpy.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, which DLPack does not have, got a masked array")
     if dtype:
         array = array.view(numpy.dtype(f"u{array.dtype.itemsize}").newbyteorder(array.dtype.byteorder))
     if readonly:
@@ -226,6 +228,21 @@ cdef int _read_numpy(str name, object array, View* view) except -1:
     view.readonly = readonly
     if dtype:
         view.dtype = dtype
+    return 0
+
+
+cdef int check_in_place(str name, object array, const View* view) except -1:
+    """Arrays of other types than these cannot be resized in place."""
+    cdef Producer producer = _producer_of(array)
+    cdef View now
+    if producer.api is not NULL:
+        _read_exchange(name, producer, array, &now)
+    elif producer.root == "numpy":
+        _read_numpy(name, array, &now)
+    else:
+        return 0
+    if (now.data != view.data and element_count(view)) or memcmp(now.shape, view.shape, view.ndim * sizeof(int64_t)):
+        raise ValueError(f"{name}: expected the memory that it had at first, it was resized or replaced since")
     return 0
 
 
@@ -698,6 +715,16 @@ cdef int64_t integer(str name, object value, int64_t low, int64_t high) except? 
     if not low <= value <= high:
         raise ValueError(f"{name}: expected an integer from {low} to {high}, got {value}")
     return value
+
+
+cdef bint boolean(str name, object value) except? -1:
+    if value is False:
+        return False
+    if value is True:
+        return True
+    if not (isinstance(value, (int, numpy.bool_, numpy.integer)) and (value == 0 or value == 1)):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return value == 1
 
 
 cdef str dtype_name(int dtype):

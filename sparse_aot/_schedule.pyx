@@ -1,11 +1,28 @@
 """The schedule object that the CSR functions return and the attention takes."""
 
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+
+from sparse_aot._dlpack cimport (
+    CPU,
+    INT32,
+    INT64,
+    check_alignment,
+    check_contiguous,
+    check_dtype,
+    check_in_place,
+    check_rank,
+    open_call,
+)
+
 
 cdef class Schedule:
     """How the work of a block-sparse attention is split into items, one CTA each.
 
     Made by ``build_k2q_csr(..., return_schedule=True)`` and ``prepare_sparse_fwd_schedule_and_split``; valid for any
     number of calls with the same CSR. The arrays are of the type of that function's arguments and on their device.
+
+    A schedule can be weakly referenced, copied (what is copied never changes, so the copy is the schedule itself),
+    and deep-copied and pickled where its arrays can, with its walk plan only where ``walk_totals`` is no copy.
 
     Attributes:
         enabled: False: there is no schedule here (the arrays are None), the attention makes its own.
@@ -29,6 +46,11 @@ cdef class Schedule:
             where the arrays' type is made by its own ``from_dlpack``: JAX has no int64 unless told to.
         target_q_per_cta: the most entries of one item.
         work_capacity: the number of rows of ``scheduler_metadata``.
+        qhead_per_kv: the query heads a KV head that it was made for; with another number it is right, but slow.
+        total_rows, batch: the rows of the CSR, and the sequences, that it was made for.
+        csr_digest: a 64-bit digest of the CSR that it was made for, which the attention compares with that of the CSR
+            it is given: on host arrays always, on a device, where it takes a read-back, with ``SPARSE_AOT_VALIDATE=1``.
+            None where it was not computed: on a device without that variable, or under graph capture.
     """
 
     cdef void set_walk_plan(
@@ -43,16 +65,90 @@ cdef class Schedule:
         self.walk_totals_view = totals_view[0]
         self.walk_totals_memory = totals_memory
 
+    cdef void set_csr(self, int batch, int total_rows, object digest):
+        self.batch = batch
+        self.total_rows = total_rows
+        self.csr_digest = digest
+
+    cdef int check_in_place(self) except -1:
+        """Raise where an array was resized in place since: its memory may be gone."""
+        if not self.given and self.metadata_view.device.device_type != CPU:
+            return 0  # what a device's allocators made for us cannot be resized
+        check_in_place("schedule.scheduler_metadata", self.scheduler_metadata, &self.metadata_view)
+        check_in_place("schedule.work_count", self.work_count, &self.work_count_view)
+        check_in_place("schedule.qsplit_indices", self.qsplit_indices, &self.qsplit_view)
+        check_in_place("schedule.split_counts", self.split_counts, &self.split_counts_view)
+        check_in_place("schedule.split_entries", self.split_entries, &self.split_entries_view)
+        if self.walk_totals is not None and self.walk_totals_memory is None:
+            check_in_place("schedule.walk_blocks", self.walk_blocks, &self.walk_blocks_view)
+            check_in_place("schedule.walk_counts", self.walk_counts, &self.walk_counts_view)
+            check_in_place("schedule.walk_totals", self.walk_totals, &self.walk_totals_view)
+        return 0
+
     def __repr__(self):
         if not self.enabled:
             return "Schedule(enabled=False)"
         return f"Schedule(work_capacity={self.work_capacity}, target_q_per_cta={self.target_q_per_cta})"
 
+    def __copy__(self):
+        return self
+
+    def __reduce__(self):
+        if self.walk_totals_memory is not None:
+            raise TypeError(
+                f"a Schedule with a walk plan in arrays of type {type(self.walk_totals).__name__} cannot be pickled or "
+                "deep-copied: that type may not hold the plan's int64 totals, whose memory is not an array; "
+                "build_k2q_csr makes it anew"
+            )
+        if not self.enabled:
+            return Schedule, ()
+        names = list(_ARRAYS)[: 5 if self.walk_totals is None else 8]
+        return _restore, (
+            [getattr(self, name) for name in names], self.target_q_per_cta, self.qhead_per_kv, self.batch,
+            self.total_rows, self.csr_digest,
+        )
+
+
+cdef dict _ARRAYS = {  # attribute -> (dtype, rank); the walk plan's last
+    "scheduler_metadata": (INT32, 2),
+    "work_count": (INT32, 1),
+    "qsplit_indices": (INT32, 2),
+    "split_counts": (INT32, 2),
+    "split_entries": (INT32, 3),
+    "walk_blocks": (INT32, 4),
+    "walk_counts": (INT32, 2),
+    "walk_totals": (INT64, 1),
+}
+
+
+def _restore(arrays, target_q_per_cta, qhead_per_kv, batch, total_rows, csr_digest):
+    """A copy, or what was pickled; reads the arrays anew."""
+    cdef View[8] views
+    cdef int i
+    cdef Call call = open_call("scheduler_metadata", arrays[0], &views[0], None)
+    for i, (name, array) in enumerate(zip(_ARRAYS, arrays)):
+        dtype, rank = _ARRAYS[name]
+        call.read(name, array, &views[i])
+        check_rank(name, &views[i], rank)
+        check_dtype(name, &views[i], dtype)
+        check_alignment(name, &views[i], (dtype & 0xFF) // 8)
+        check_contiguous(name, &views[i])
+    call.launched()
+    cdef Schedule schedule = make_schedule(
+        arrays[0], &views[0], arrays[1], &views[1], arrays[2], &views[2], arrays[3], &views[3], arrays[4], &views[4],
+        target_q_per_cta, views[0].shape[0], qhead_per_kv,
+    )
+    if len(arrays) == 8:
+        schedule.set_walk_plan(arrays[5], &views[5], arrays[6], &views[6], arrays[7], &views[7], None)
+    schedule.set_csr(batch, total_rows, csr_digest)
+    schedule.given = True
+    return schedule
+
 
 cdef Schedule make_schedule(
     object scheduler_metadata, const View* metadata_view, object work_count, const View* work_count_view,
     object qsplit_indices, const View* qsplit_view, object split_counts, const View* split_counts_view,
-    object split_entries, const View* split_entries_view, int target_q_per_cta, int work_capacity,
+    object split_entries, const View* split_entries_view, int target_q_per_cta, int work_capacity, int qhead_per_kv,
 ):
     cdef Schedule schedule = Schedule.__new__(Schedule)
     schedule.enabled = True
@@ -63,9 +159,39 @@ cdef Schedule make_schedule(
     schedule.split_entries = split_entries
     schedule.target_q_per_cta = target_q_per_cta
     schedule.work_capacity = work_capacity
+    schedule.qhead_per_kv = qhead_per_kv
     schedule.metadata_view = metadata_view[0]
     schedule.work_count_view = work_count_view[0]
     schedule.qsplit_view = qsplit_view[0]
     schedule.split_counts_view = split_counts_view[0]
     schedule.split_entries_view = split_entries_view[0]
     return schedule
+
+
+cdef inline uint64_t _mix(uint64_t digest, uint64_t word) noexcept nogil:
+    digest = (digest ^ word) * 0x9E3779B97F4A7C15ULL
+    return digest ^ digest >> 29
+
+
+cdef uint64_t _digest(
+    const int32_t* row_ptr, const int32_t* q_indices, int64_t head_kv, int64_t total_rows, int64_t size
+) noexcept nogil:
+    cdef int64_t head, i
+    cdef uint64_t digest = _mix(_mix(_mix(0, head_kv), total_rows), size)
+    for head in range(head_kv):
+        for i in range(total_rows + 1):
+            digest = _mix(digest, <uint64_t>row_ptr[i])
+        for i in range(min(<int64_t>row_ptr[total_rows], size)):  # a value that nobody has checked
+            digest = _mix(digest, <uint64_t>q_indices[i])
+        row_ptr += total_rows + 1
+        q_indices += size
+    return digest
+
+
+cdef object digest_csr(Call call, const View* row_ptr, const View* q_indices):
+    rows = call.to_host("k2q_row_ptr", row_ptr)
+    entries = call.to_host("k2q_q_indices", q_indices)
+    return _digest(
+        <int32_t*><uintptr_t>rows.ctypes.data, <int32_t*><uintptr_t>entries.ctypes.data, row_ptr.shape[0],
+        row_ptr.shape[1] - 1, q_indices.shape[1],
+    )

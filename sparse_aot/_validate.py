@@ -5,17 +5,20 @@ import numpy as np
 BLK_KV = 128
 
 
-def check_cu_seqlens(name, cu_seqlens, total, max_seqlen=None):
-    """``cu_seqlens`` starts at 0, does not decrease, ends at ``total`` unless it is None, no step over the hint."""
-    lengths = np.diff(cu_seqlens.astype(np.int64))
+def check_cu_seqlens(name, cu_seqlens, total):
+    """``cu_seqlens`` starts at 0, does not decrease, ends at ``total`` at the latest unless that is None."""
     if cu_seqlens[0] != 0:
         raise ValueError(f"{name}: expected 0 first, got {cu_seqlens[0]}")
-    if (lengths < 0).any():
+    if (np.diff(cu_seqlens.astype(np.int64)) < 0).any():
         raise ValueError(f"{name}: expected values that do not decrease, got {cu_seqlens.tolist()}")
-    if total is not None and cu_seqlens[-1] != total:
-        raise ValueError(f"{name}: expected {total} last, got {cu_seqlens[-1]}")
-    if max_seqlen is not None and lengths.max() > max_seqlen:
-        raise ValueError(f"max_seqlen_{name[-1]}: got {max_seqlen}, the longest sequence has {lengths.max()}")
+    if total is not None and cu_seqlens[-1] > total:
+        raise ValueError(f"{name}: expected at most {total} last, got {cu_seqlens[-1]}")
+
+
+def check_longest(name, lengths, hint):
+    """No sequence is longer than the hint, if there is one."""
+    if hint is not None and lengths.max() > hint:
+        raise ValueError(f"{name}: got {hint}, the longest sequence has {lengths.max()}")
 
 
 def check_range(name, values, low, high):
@@ -38,36 +41,96 @@ def validate_attention(
     k2q_q_indices,
     page_table,
     seqused_k,
-    work_count,
-    work_capacity,
-    split_counts,
 ):
-    """Raise ``ValueError`` for the first value that the attention could only ignore.
+    """Raise ``ValueError`` for the first value that can only be a mistake.
+
+    What has a meaning is none: query rows past the last sequence, lengths in ``seqused_k`` below 0 or, of flat keys,
+    past the sequence's own, negative page numbers (no page), and anything in columns of ``page_table`` past the length.
 
     Arrays are int32 NumPy copies of the arguments of ``sparse_atten_func``; ``kv_shape`` is the shape of k.
     """
     paged = page_table is not None
-    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, total_q, max_seqlen_q)
-    check_cu_seqlens(
-        "cu_seqlens_k", cu_seqlens_k, None if paged else kv_shape[0], max_seqlen_k if seqused_k is None else None
-    )
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, total_q)
+    check_longest("max_seqlen_q", np.diff(cu_seqlens_q), max_seqlen_q)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, None if paged else kv_shape[0])
     lengths = np.diff(cu_seqlens_k)
     if seqused_k is not None:
-        if paged:
-            check_range("seqused_k", seqused_k, 0, page_table.shape[1] * BLK_KV)
-        elif (over := seqused_k > lengths).any():
-            raise ValueError(f"seqused_k: got {seqused_k[over][0]} for a sequence of {lengths[over][0]} keys")
-        check_range("seqused_k", seqused_k, 0, max_seqlen_k)
-        lengths = seqused_k
+        lengths = np.maximum(seqused_k if paged else np.minimum(seqused_k, lengths), 0)
+    check_longest("max_seqlen_k", lengths, max_seqlen_k)
     if paged:
+        room = page_table.shape[1] * BLK_KV
+        if seqused_k is not None and (seqused_k > room).any():
+            raise ValueError(
+                f"seqused_k: expected values up to {room}, the keys of page_table's columns, got {seqused_k.max()}"
+            )
         used = -(-lengths[:, None] // BLK_KV) > np.arange(page_table.shape[1])[None, :]
-        check_range("page_table", page_table[used], 0, kv_shape[0] - 1)
+        if (beyond := page_table[used & (page_table >= kv_shape[0])]).size:
+            raise ValueError(f"page_table: expected page numbers below {kv_shape[0]}, or -1, got {beyond[0]}")
     entries = total_q * topk
     check_range("k2q_row_ptr", k2q_row_ptr, 0, entries)
     if (k2q_row_ptr[:, 0] != 0).any() or (np.diff(k2q_row_ptr, axis=1) < 0).any():
         raise ValueError("k2q_row_ptr: expected rows that start at 0 and do not decrease")
     in_use = np.arange(entries)[None, :] < k2q_row_ptr[:, -1:]
     check_range("k2q_q_indices", k2q_q_indices[in_use], 0, max(total_q - 1, 0))
-    if work_count is not None:
-        check_range("schedule.work_count", work_count, 0, work_capacity)
-        check_range("schedule.split_counts", split_counts, 0, topk)
+
+
+def check_schedule(
+    *,
+    cu_seqlens_q,
+    k2q_row_ptr,
+    k2q_q_indices,
+    metadata,
+    work_count,
+    qsplit_indices,
+    split_counts,
+    split_entries,
+):
+    """Raise ``ValueError`` unless the schedule is one of the CSR: its items have every entry once, slots are right.
+
+    Arrays are NumPy copies, those of the CSR as ``validate_attention`` takes them.
+    """
+    head_kv, total_q, topk = split_entries.shape
+    head, entry = np.nonzero(np.arange(total_q * topk)[None, :] < k2q_row_ptr[:, -1:])
+    words = qsplit_indices[head, entry]
+    token, slot = words & 0xFFFFFF, words >> 24
+    if (bad := token != k2q_q_indices[head, entry]).any():
+        at = np.flatnonzero(bad)[0]
+        raise ValueError(
+            f"schedule.qsplit_indices: expected the tokens of k2q_q_indices, got {token[at]} instead of "
+            f"{k2q_q_indices[head[at], entry[at]]} at [{head[at]}, {entry[at]}]"
+        )
+    check_range("schedule.qsplit_indices >> 24 (split slots)", slot, 0, topk - 1)
+    entries = np.full(split_entries.shape, -1, np.int32)
+    entries[head, token, slot] = entry
+    counts = np.zeros((head_kv, total_q), np.int32)
+    np.add.at(counts, (head, token), 1)
+    if (counts != split_counts.T).any():
+        raise ValueError("schedule.split_counts: expected the number of entries of each token and KV head")
+    if ((entries >= 0) != (np.arange(topk) < counts[:, :, None])).any():
+        raise ValueError("schedule.qsplit_indices >> 24 (split slots): expected 0 .. split_counts - 1, each once")
+    if (split_entries != entries).any():
+        raise ValueError("schedule.split_entries: expected the entry of each split slot, and -1 in the others")
+    check_range("schedule.work_count", work_count, 0, len(metadata))
+    _check_items(metadata[: work_count[0]].astype(np.int64), cu_seqlens_q, k2q_row_ptr, k2q_q_indices)
+
+
+def _check_items(items, cu_seqlens_q, k2q_row_ptr, k2q_q_indices):
+    name = "schedule.scheduler_metadata"
+    head, row, first, count, sequence, block = items[np.lexsort((items[:, 2], items[:, 1], items[:, 0]))].T
+    check_range(f"{name}: KV head", head, 0, len(k2q_row_ptr) - 1)
+    check_range(f"{name}: CSR row", row, 0, k2q_row_ptr.shape[1] - 2)
+    check_range(f"{name}: sequence", sequence, 0, len(cu_seqlens_q) - 2)
+    lengths = np.diff(k2q_row_ptr.astype(np.int64), axis=1)
+    covered = np.zeros_like(lengths)
+    np.add.at(covered, (head, row), count)
+    follows = (head[1:] == head[:-1]) & (row[1:] == row[:-1])  # the item before it in the same row
+    expected = np.where(follows, (first + count)[:-1], 0)
+    gaps = (first[1:] != expected).any() or (first[:1] != 0).any() or (count <= 0).any()
+    if gaps or (covered != lengths).any():
+        raise ValueError(f"{name}: expected items that have every entry of the CSR once")
+    if ((sequence[1:] != sequence[:-1]) | (block[1:] != block[:-1]))[follows].any() or (block < 0).any():
+        raise ValueError(f"{name}: expected one sequence and block for all items of a CSR row")
+    start = k2q_row_ptr[head, row] + first
+    tokens = k2q_q_indices[head, start], k2q_q_indices[head, start + count - 1]
+    if (tokens[0] < cu_seqlens_q[sequence]).any() or (tokens[1] >= cu_seqlens_q[sequence + 1]).any():
+        raise ValueError(f"{name}: expected items of tokens of their sequence")

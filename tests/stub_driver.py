@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import struct
 import subprocess
+import sys
 import tempfile
 import traceback
 from importlib import metadata
@@ -68,6 +69,7 @@ FORWARD_PARAMS = {
     "lse_stride_head": INT64,
     "page_table_stride": INT64,
     "max_pages": INT32,
+    "kv_extent": INT32,
     "batch": INT32,
     "total_q": INT32,
     "head_kv": INT32,
@@ -217,6 +219,15 @@ def stub_environment(folder, bundle):
         "STUB_LAYOUTS": str(Path(folder) / "layouts"),
         "STUB_LOG": str(Path(folder) / "log"),
     }
+
+
+def run_python(code, **environment):
+    """Run ``code`` in a process of its own that finds this checkout and its tests, to a good end."""
+    folders = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    environment = os.environ | {"PYTHONPATH": folders} | environment
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @functools.cache

@@ -1,9 +1,15 @@
 """SPEC 7 for ``sparse_atten_func``: every bad argument is an error that names it, before anything is launched."""
 
+import ctypes
+import operator
+import types
+
 import numpy as np
 import pytest
 from calls import BLK_KV, DIM, Call
 from stub_driver import DeviceArray, ImmutableArray, VersionedArray, clear_log, on_stub, recorded, torch_on_cuda
+
+from sparse_aot import prepare_sparse_fwd_schedule_and_split
 
 
 def zeros(shape, dtype="int32"):
@@ -296,7 +302,7 @@ def test_a_bad_argument_with_paged_keys_is_named(what):
     check_refused(Call(layout="paged"), *PAGED[what])
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "topk"])
 @on_stub
 def test_required_arguments_are_required(name):
     call = Call()
@@ -319,6 +325,152 @@ def test_dtypes_go_by_the_end_of_their_name():
 @on_stub
 def test_sizes_that_are_only_hints_may_be_wrong():
     Call().run(max_seqlen_q=0, max_seqlen_k=np.int64(1))
+    Call().run(max_seqlen_q=None, max_seqlen_k=None)
+
+
+@on_stub
+def test_topk_has_a_second_name():
+    call = Call()
+    del call.arguments["topk"]
+    call.run(topK=4)
+    with pytest.raises(TypeError, match="topk: expected one number, got topK too"):
+        call.run(topk=4, topK=4)
+
+
+@pytest.mark.parametrize("name", ["causal", "return_softmax_lse", "return_temperature_lse"])
+@on_stub
+def test_a_flag_is_true_or_false(name):
+    call = Call()
+    for value in (True, False, 1, 0, np.bool_(True), np.int32(0)):
+        call.run(**{name: value})
+    for value in ("no", None, 2, 1.0, [], np.array([True])):
+        check_refused(call, lambda _, value=value: {name: value}, TypeError, f"{name}: expected True or False, got")
+
+
+# ------------------------------------------------------------------------------------------------------ shared memory
+
+
+def refuse_overlap(call, message, **changes):
+    check_refused(call, lambda _: changes, ValueError, message)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "q", "k", "v", "k2q_row_ptr", "k2q_q_indices", "cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k",
+        "schedule.scheduler_metadata", "schedule.work_count", "schedule.qsplit_indices", "schedule.split_counts",
+        "schedule.split_entries", "schedule.walk_blocks", "schedule.walk_counts", "schedule.walk_totals",
+    ],
+)  # fmt: skip
+@on_stub
+def test_what_a_call_writes_must_not_overlap_what_it_reads(name):
+    """One element of lse is the first of the array, the others are where nothing is."""
+    call = Call(layout="paged")
+    array = operator.attrgetter(name)(types.SimpleNamespace(**call.arguments))
+    buffer = (ctypes.c_char * 4).from_address(array.data_ptr())
+    element = np.frombuffer(buffer, np.float32)
+    lse = DeviceArray(np.lib.stride_tricks.as_strided(element, (64, 8), (1 << 40, 1 << 36)))
+    refuse_overlap(call, f"lse: expected memory of its own, got some of {name}", lse=lse)
+
+
+@on_stub
+def test_out_and_lse_must_not_overlap_each_other():
+    torch = torch_on_cuda()
+    buffer = torch.zeros(64, 8, 2 * DIM, dtype=torch.bfloat16)
+    lse = buffer.view(torch.float32)
+    call = Call()
+    call.run(out=buffer[..., :DIM], lse=lse[..., DIM // 2])  # the first word past a row of out
+    message = "lse: expected memory of its own, got some of out"
+    refuse_overlap(call, message, out=buffer[..., :DIM], lse=lse[..., DIM // 2 - 1])
+
+
+@on_stub
+def test_an_out_that_overlaps_itself_is_refused():
+    torch = torch_on_cuda()
+    buffer = torch.zeros(64 * 8 * DIM, dtype=torch.bfloat16)
+    call = Call()
+    for strides in ((8 * DIM, DIM - 8, 1), (7 * DIM, DIM, 1), (8, 8, 1)):
+        out = buffer.as_strided((64, 8, DIM), strides)
+        refuse_overlap(call, f"out: expected elements that do not overlap, got strides [{strides[0]}", out=out)
+    lse = torch.zeros(64 * 8).as_strided((64, 8), (7, 1))
+    refuse_overlap(call, "lse: expected elements that do not overlap, got strides [7, 1] for shape [64, 8]", lse=lse)
+    call.run(lse=torch.zeros(64 * 15).as_strided((64, 8), (15, 2)))
+
+
+def refused(call, **changes):
+    try:
+        call.run(**changes)
+    except ValueError as error:
+        return str(error).partition(":")[2]
+    return None
+
+
+@on_stub
+def test_memory_is_compared_byte_by_byte():
+    """Random views of one buffer, with few elements and many strides, against sets of their words."""
+    torch = torch_on_cuda()
+    call = Call(layout="paged")
+    rng = np.random.default_rng(0)
+    words = torch.zeros(6000, dtype=torch.int32)
+    found = []
+    for _ in range(1500):
+        steps = rng.choice([1, 2, 3, 5, 8, 9, 64, 65, 70], 2)
+        first = [int(offset) for offset in rng.integers(0, 500, 2)]
+        lse = words.view(torch.float32).as_strided((64, 8), [int(step) for step in steps], first[0])
+        table = words.as_strided((2, 3), (int(rng.integers(1, 900)), 1), first[1])
+        own = [first[0] + token * steps[0] + head * steps[1] for token in range(64) for head in range(8)]
+        others = {first[1] + row * table.stride(0) + column for row in range(2) for column in range(3)}
+        expected = None
+        if len(set(own)) < len(own):
+            expected = " expected elements that do not overlap"
+        elif not others.isdisjoint(own):
+            expected = " expected memory of its own, got some of page_table"
+        got = refused(call, lse=lse, page_table=table)
+        assert got == expected or (expected and got.startswith(expected)), (steps, first, table.stride())
+        found.append(expected)
+    assert all(found.count(kind) > 50 for kind in set(found)) and len(set(found)) == 3
+
+
+@on_stub
+def test_tiles_are_compared_byte_by_byte():
+    torch = torch_on_cuda()
+    call = Call()
+    rng = np.random.default_rng(0)
+    buffer = torch.zeros(1 << 20, dtype=torch.bfloat16)
+    strides = ((8 * DIM, DIM), (16 * DIM, DIM), (16 * DIM, 2 * DIM), (DIM, 64 * DIM), (DIM + 8, 65 * DIM + 520))
+    found = []
+    for _ in range(300):
+        views, blocks = [], []  # blocks of 8 elements, what strides and addresses are multiples of
+        for _ in "qo":
+            steps = strides[rng.integers(len(strides))]
+            first = int(rng.choice([0, 8, DIM, 2 * DIM, 8 * DIM, 64 * DIM])) + int(rng.integers(2)) * 70000 // 8 * 8
+            views.append(buffer.as_strided((64, 8, DIM), (*steps, 1), first))
+            at = first + np.add.outer(np.arange(64) * steps[0], np.arange(8) * steps[1])
+            blocks.append(set(np.add.outer(at // 8, np.arange(DIM // 8)).flat))
+        expected = None if blocks[0].isdisjoint(blocks[1]) else " expected memory of its own, got some of q"
+        assert refused(call, q=views[0], out=views[1]) == expected
+        found.append(expected)
+    assert all(found.count(kind) > 50 for kind in set(found)) and len(set(found)) == 2
+
+
+@on_stub
+def test_views_that_interleave_in_one_buffer_do_not_overlap():
+    torch = torch_on_cuda()
+    call = Call()
+    packed = torch.zeros(64, 8, 2 * DIM, dtype=torch.bfloat16)
+    call.run(q=packed[..., :DIM], out=packed[..., DIM:])
+    refuse_overlap(
+        call, "out: expected memory of its own, got some of q", q=packed[..., :DIM], out=packed[..., 8 : DIM + 8]
+    )
+    heads = torch.zeros(64, 16, DIM, dtype=torch.bfloat16)  # q, out and k in the heads of one token
+    call.run(q=heads[:, ::2], out=heads[:, 1::2])
+    refuse_overlap(call, "out: expected memory of its own, got some of q", q=heads[:, :8], out=heads[:, 7:15])
+    shared = torch.zeros(400, 10, DIM, dtype=torch.bfloat16)  # k and out of different lengths and numbers of heads
+    call.run(k=shared[:, 8:], out=shared[:64, :8])
+    refuse_overlap(call, "out: expected memory of its own, got some of k", k=shared[:, 8:], out=shared[336:, 2:])
+    tokens = torch.zeros(128, 8, DIM, dtype=torch.bfloat16)  # a slice of a larger batch
+    call.run(q=tokens[:64], out=tokens[64:])
+    refuse_overlap(call, "out: expected memory of its own, got some of q", q=tokens[:64], out=tokens[63:127])
 
 
 # ------------------------------------------------------------------------------------------------ values read back
@@ -326,11 +478,17 @@ def test_sizes_that_are_only_hints_may_be_wrong():
 VALUES = {
     "cu_seqlens_q: start": ({"cu_seqlens_q": [1, 40, 64]}, "cu_seqlens_q: expected 0 first, got 1"),
     "cu_seqlens_q: order": ({"cu_seqlens_q": [0, 70, 64]}, "cu_seqlens_q: expected values that do not decrease"),
-    "cu_seqlens_q: end": ({"cu_seqlens_q": [0, 40, 63]}, "cu_seqlens_q: expected 64 last, got 63"),
+    "cu_seqlens_q: end": ({"cu_seqlens_q": [0, 40, 65]}, "cu_seqlens_q: expected at most 64 last, got 65"),
     "max_seqlen_q": ({"max_seqlen_q": 39}, "max_seqlen_q: got 39, the longest sequence has 40"),
-    "seqused_k: negative": ({"seqused_k": [-1, 100]}, "seqused_k: expected values from 0"),
-    "seqused_k: past the pages": ({"seqused_k": [385, 100]}, "seqused_k: expected values from 0 to 384, got 385"),
-    "page_table: in use": ({"page_table": [[3, 5, 0], [2, -1, -1]]}, "page_table: expected values from 0 to 4, got 5"),
+    "max_seqlen_k": ({"max_seqlen_k": 289}, "max_seqlen_k: got 289, the longest sequence has 290"),
+    "seqused_k: past the pages": (
+        {"seqused_k": [385, 100], "max_seqlen_k": None},
+        "seqused_k: expected values up to 384, the keys of page_table's columns, got 385",
+    ),
+    "page_table: in use": (
+        {"page_table": [[3, 5, 0], [2, -1, -1]]},
+        "page_table: expected page numbers below 5, or -1, got 5",
+    ),
     "k2q_row_ptr: order": (
         {"k2q_row_ptr": [[0, 5, 4, 6, 6], [0] * 5]},
         "k2q_row_ptr: expected rows that start at 0 and do not",
@@ -343,12 +501,21 @@ VALUES = {
 }
 
 
-def call_with_good_values():
-    call = Call(layout="paged")
-    schedule = call.arguments["schedule"]
-    for array in (call.arguments["k2q_row_ptr"], schedule.work_count, schedule.split_counts):
-        array.zero_()
-    call.arguments["k2q_q_indices"].fill_(-1)
+def call_with_good_values(layout="paged"):
+    """Nothing is selected. The kernels that would say so do not run."""
+    call = Call(layout=layout)
+    torch, given = call.torch, call.arguments
+    given["k2q_row_ptr"].zero_()
+    given["k2q_q_indices"].fill_(-1)
+    given["schedule"] = schedule = prepare_sparse_fwd_schedule_and_split(
+        k2q_row_ptr=given["k2q_row_ptr"], k2q_q_indices=given["k2q_q_indices"],
+        k2q_qsplit_indices=torch.full((2, 256), -1, dtype=torch.int32),
+        split_counts=torch.zeros((64, 2), dtype=torch.int32), cu_seqlens_q=given["cu_seqlens_q"],
+        cu_seqlens_k=given["cu_seqlens_k"], total_q=64, topk=4, head_kv=2, qhead_per_kv=4, blk_kv=BLK_KV, device=None,
+        enabled=True,
+    )  # fmt: skip
+    schedule.work_count.zero_()
+    schedule.split_entries.fill_(-1)
     return call
 
 
@@ -368,6 +535,73 @@ def test_with_validation_bad_values_are_named(what):
 def test_with_validation_good_values_pass():
     call_with_good_values().run()
     assert len(recorded("launch")) >= 2
+
+
+# What SPEC 4.2 gives a meaning: padding, most of it.
+MEANT = {
+    "query rows past the last sequence": ("paged", {"cu_seqlens_q": [0, 40, 63]}),
+    "a request without queries": ("paged", {"cu_seqlens_q": [0, 40, 40]}),
+    "no page in use": ("paged", {"page_table": [[3, -1, 0], [-1, -1, -1]]}),
+    "garbage in columns past the length": ("paged", {"page_table": [[3, 1, 0], [2, 99, -(2**31)]]}),
+    "no keys in use": ("paged", {"seqused_k": [0, 100]}),
+    "a length below 0": ("paged", {"seqused_k": [-1, 100]}),
+    "paged keys beyond cu_seqlens_k": ("paged", {"seqused_k": [290, 300]}),
+    "flat keys beyond the sequence's own": ("flat", {"seqused_k": [301, 2**31 - 1]}),
+    "keys past the last sequence": ("flat", {"cu_seqlens_k": [0, 300, 390]}),
+    "no hints": ("paged", {"max_seqlen_q": None, "max_seqlen_k": None}),
+}
+
+
+@pytest.mark.parametrize("what", MEANT)
+@on_stub(validate=True)
+def test_with_validation_what_has_a_meaning_passes(what):
+    layout, changes = MEANT[what]
+    call = call_with_good_values(layout)
+    clear_log()
+    call.run(**as_arrays(call, changes))
+    assert recorded("launch")
+
+
+@on_stub(validate=True)
+def test_with_validation_a_schedule_of_another_csr_is_refused():
+    call = call_with_good_values()
+    other = {"k2q_row_ptr": call.arguments["k2q_row_ptr"].clone()}
+    call.run(**other)  # a copy is as good
+    other["k2q_row_ptr"][0, 3:] = 1
+    other["k2q_q_indices"] = call.arguments["k2q_q_indices"].clone()
+    other["k2q_q_indices"][0, 0] = 7
+    check_refused(call, lambda _: other, ValueError, "schedule: expected one for this k2q_row_ptr and k2q_q_indices")
+
+
+@pytest.mark.parametrize("name", ["split_counts", "split_entries", "work_count"])
+@on_stub(validate=True)
+def test_with_validation_a_schedule_that_is_not_of_its_csr_is_refused(name):
+    call = call_with_good_values()
+    getattr(call.arguments["schedule"], name).fill_(1)
+    check_refused(call, lambda _: {}, ValueError, f"schedule.{'scheduler_metadata' if name == 'work_count' else name}")
+
+
+@on_stub
+def test_a_schedule_for_other_sizes_is_named():
+    """Whatever the values are: nothing is read back."""
+    call = Call()
+    rows = zeros((2, 6))
+    check_refused(call, lambda _: {"k2q_row_ptr": rows}, ValueError, "schedule: expected one for a CSR of 5 rows and 2")
+    lengths = {name: zeros(2) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    check_refused(call, lambda _: lengths, ValueError, "schedule: expected one for a CSR of 4 rows and 1 sequences")
+    assert call.arguments["schedule"].csr_digest is None
+
+
+@pytest.mark.parametrize("size", [2, 1 << 20])
+@on_stub
+def test_an_array_of_a_schedule_that_was_resized_is_named(size):
+    """The caller's own, of which the schedule has the address; torch does not resize the others."""
+    call = call_with_good_values()
+    schedule = call.arguments["schedule"]
+    schedule.qsplit_indices.resize_(2, size)
+    check_refused(call, lambda _: {}, ValueError, "schedule.qsplit_indices: expected the memory that it had at first")
+    with pytest.raises(RuntimeError, match="not resizable"):
+        schedule.work_count.resize_(size)
 
 
 @on_stub(validate=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparse_aot import bench
+from sparse_aot import bench, build_k2q_csr
 from sparse_aot.bench.options import parse
 
 torch = pytest.importorskip("torch")
@@ -44,12 +44,25 @@ def test_sink_differs_by_token_and_head_and_uniform_is_the_latest_blocks():
 def test_named_cases_have_the_sizes_they_are_named_after():
     (default,) = cases.shapes(parse([]))
     assert (default.batch, default.sq, default.skv, default.topk) == (1, 32768, 32768, 16)
-    assert (default.head_kv, default.qhead_per_kv) == (4, 16) and default.flop == 4 * 32768 * 64 * 16 * 128 * 128
+    assert (default.head_kv, default.qhead_per_kv) == (4, 16)
     ring, ulysses = cases.shapes(parse(["--customer-case", "both"]))
     assert (ring.sq, ring.heads, ring.head_kv) == (48 * 1024, 16, 1)
     assert (ulysses.sq, ulysses.heads, ulysses.head_kv) == (384 * 1024, 2, 1)
     sweep = cases.shapes(parse(["--customer-case", "qhead_sweep"]))
     assert [of.sq * of.qhead_per_kv for of in sweep] == [768 * 1024] * 5
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "sink"])
+def test_products_of_blocks_that_do_not_exist_are_not_counted(pattern):
+    """1,024 tokens have up to 8 blocks: the tokens of block b select b + 1 of them, whatever topk is."""
+    of = shape(batch=1, sq=1024, skv=1024, topk=16)
+    q2k = cases.select(of, pattern, seed=1, device="cpu")
+    row_ptr, _ = build_k2q_csr(q2k, *[torch.tensor([0, 1024], dtype=torch.int32)] * 2, total_k=1024)
+    pairs = int(row_ptr[:, -1].sum())
+    if pattern == "uniform":
+        assert pairs == 2 * sum(128 * (block + 1) for block in range(8))
+    assert pairs == (q2k >= 0).sum()
+    assert of.flop(pairs) == pairs * (2 * 4 * 128 * 128 * 2)  # G rows times 128 keys times D, twice, 2 a product
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """CSR and schedule of host arrays against plain loops over Python sets; bad arguments. Exactly equal, always."""
 
+import itertools
+
 import numpy as np
 import pytest
 from stub_driver import ImmutableArray
@@ -351,11 +353,13 @@ def test_every_argument_but_the_first_may_be_of_any_type():
         ({"q2k_indices": np.zeros((2, 10), np.int32)}, ValueError, "q2k_indices: expected 3 dimensions, got 2"),
         ({"q2k_indices": np.zeros((2, 10, 4), np.int64)}, TypeError, "q2k_indices: expected dtype int32, got int64"),
         ({"q2k_indices": np.zeros((2, 10, 8), np.int32)[..., ::2]}, ValueError, "q2k_indices: .*contiguous last dim"),
-        ({"q2k_indices": np.zeros((2, 10, 5), np.int32)}, NotImplementedError, "topk: got 5; supported: 4, 8, 16, 32"),
-        ({"q2k_indices": np.zeros((0, 10, 4), np.int32)}, ValueError, "head_kv .*from 1 .*got 0"),
+        ({"q2k_indices": np.zeros((2, 10, 5), np.int32)}, NotImplementedError, r"q2k_indices: .*10, 5\]; topk: supp"),
+        ({"q2k_indices": np.zeros((0, 10, 4), np.int32)}, ValueError, r"q2k_indices: .*\[0, 10, 4\]; Hkv: expected"),
+        ({"q2k_indices": np.ma.zeros((2, 10, 4), np.int32)}, TypeError, "q2k_indices: .*without a mask"),
+        ({"cu_seqlens_q": np.ma.masked_array([0, 4, 10], dtype=np.int32)}, TypeError, "cu_seqlens_q: .*without a mask"),
         ({"q2k_indices": [1]}, TypeError, "q2k_indices: expected an array that speaks DLPack"),
         ({"q2k_indices": np.lib.stride_tricks.as_strided(np.zeros(4, np.int32), (1, 1 << 24, 4), (0, 0, 4))},
-         ValueError, "total_q: expected an integer from 0 to 16777215, got 16777216"),
+         ValueError, "q2k_indices: .*total_q: expected from 0 to 16777215"),
         ({"cu_seqlens_q": np.array([0], np.int32)}, ValueError, "cu_seqlens_q"),
         ({"cu_seqlens_q": np.array([0, 4, 10], np.int64)}, TypeError, "cu_seqlens_q: expected dtype int32"),
         ({"cu_seqlens_q": np.array([0, 9, 4, 9, 10, 9], np.int32)[::2]}, ValueError, "cu_seqlens_q: .*contiguous"),
@@ -370,6 +374,9 @@ def test_every_argument_but_the_first_may_be_of_any_type():
         ({"total_rows": 2}, ValueError, "total_rows: expected at least 3, the blocks in cu_seqlens_k, got 2"),
         ({"total_rows": -1}, ValueError, "total_rows: expected an integer from 0"),
         ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected an integer from 0"),
+        ({"return_schedule": "no"}, TypeError, "return_schedule: expected True or False, got 'no'"),
+        ({"return_schedule": None}, TypeError, "return_schedule: expected True or False, got None"),
+        ({"total_k": 0}, ValueError, "cu_seqlens_k: .*at most 0 .total_k"),
         ({"blk_kv": 64}, NotImplementedError, "blk_kv: got 64; supported: 128"),
         ({"qhead_per_kv": 3}, NotImplementedError, "qhead_per_kv: got 3; supported: 1, 2, 4, 8, 16"),
         ({"qhead_per_kv": 4.0}, TypeError, "qhead_per_kv: expected an integer, got float"),
@@ -388,6 +395,26 @@ def test_bad_arguments_of_build_are_named(changes, error, message):
     build_k2q_csr(**GOOD)
     with pytest.raises(error, match=message):
         build_k2q_csr(**GOOD | changes)
+
+
+@pytest.mark.parametrize("topk", [4, 8])
+@pytest.mark.parametrize(
+    "head_kv, order",
+    [(2, (2, 1, 0)), *itertools.product((2, 4), [(1, 0, 2), (1, 2, 0), (0, 2, 1), (2, 0, 1)])],
+)
+def test_a_selection_in_another_order_is_named(head_kv, order, topk):
+    """Dimensions [Hkv, total_q, topk] of a right one, permuted; the tokens of cu_seqlens_q tell."""
+    q2k = np.zeros((head_kv, 10, topk), np.int32).transpose(order)
+    with pytest.raises((ValueError, NotImplementedError), match=r"^q2k_indices: expected \[Hkv, total_q, topk\], got"):
+        build_k2q_csr(**GOOD | {"q2k_indices": np.ascontiguousarray(q2k)})
+
+
+def test_with_total_rows_a_total_k_of_0_says_nothing():
+    want = build_k2q_csr(**GOOD)
+    for got, expected in zip(build_k2q_csr(**GOOD | {"total_k": 0, "total_rows": 3}), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k: expected at most 1 \(total_k"):
+        build_k2q_csr(**GOOD | {"total_k": 1, "total_rows": 3})
 
 
 READ_ONLY = np.zeros((10, 2), np.int32)
@@ -418,6 +445,7 @@ IMMUTABLE = ImmutableArray(np.zeros((10, 2), np.int32), device=(1, 0))
         ({"blk_kv": 64}, NotImplementedError, "blk_kv: got 64"),
         ({"qhead_per_kv": 32}, NotImplementedError, "qhead_per_kv: got 32"),
         ({"max_seqlen_q": "x"}, TypeError, "max_seqlen_q: expected an integer, got str"),
+        ({"enabled": "no"}, TypeError, "enabled: expected True or False, got 'no'"),
         ({"device": "cuda:0"}, ValueError, "device: expected that of the arrays, the host, got 'cuda:0'"),
     ],
 )  # fmt: skip

@@ -80,6 +80,7 @@ def test_forward_gets_its_kernel_and_parameters(g, partial, temperature, causal)
         "seqused_k": 0,
         "page_table": 0,
         "max_pages": 0,
+        "kv_extent": 400,
         "batch": 2,
         "total_q": 64,
         "head_kv": 2,
@@ -281,6 +282,7 @@ def test_page_table_rows_keep_their_stride():
     call.run(page_table=table)
     params = forward_and_combine()[0]["params"]
     assert (params["page_table"], params["page_table_stride"], params["max_pages"]) == (table.data_ptr(), 7, 3)
+    assert params["kv_extent"] == 5
     assert params["seqused_k"] == address(call.arguments["seqused_k"])
 
 
@@ -574,7 +576,7 @@ def test_the_family_cubin_runs_on_the_whole_family(capability):
 def edit_manifest(change):
     bundle = os.environ["SPARSE_AOT_CUBINS"]
     entries = read_manifest(bundle)
-    change({entry["name"]: entry for entry in entries if entry["arch"] == "sm_90a"}["fwd-bf16-g4-pfloat32"])
+    change({entry["name"]: entry for entry in entries if entry["arch"] == "sm_90a"}["fwd-bf16-g4-pbfloat16"])
     write_manifest(bundle, entries)
 
 
@@ -583,13 +585,13 @@ def edit_layout(change):
     path = Path(os.environ["STUB_LAYOUTS"])
     lines = [line.split() for line in path.read_text().splitlines()]
     for line in lines:
-        if line[0] == "kernel_sm_90a_fwd-bf16-g4-pfloat32":
+        if line[0] == "kernel_sm_90a_fwd-bf16-g4-pbfloat16":
             change(line)
     path.write_text("\n".join(" ".join(line) for line in lines))
 
 
 def forward_cubin():
-    return Path(os.environ["SPARSE_AOT_CUBINS"]) / "sm_90a" / "fwd-bf16-g4-pfloat32.cubin"
+    return Path(os.environ["SPARSE_AOT_CUBINS"]) / "sm_90a" / "fwd-bf16-g4-pbfloat16.cubin"
 
 
 def replace_by_ptx():
@@ -701,7 +703,7 @@ def test_a_manifest_with_a_bad_field_is_an_error_that_names_both(field, value):
         entry[name] = value
 
     edit_manifest(change)
-    with pytest.raises(sparse_aot.BundleError, match=rf"{path}: configuration 8: .*{name}"):
+    with pytest.raises(sparse_aot.BundleError, match=rf"{path}: configuration 10: .*{name}"):
         sparse_aot.preload()
     assert not recorded("cuLibraryLoadData")
 
@@ -713,12 +715,12 @@ def test_a_manifest_with_a_bad_field_is_an_error_that_names_both(field, value):
     ("function", "words"),
     [
         ("cuInit", ["cuInit"]),
-        ("cuLibraryLoadData", ["cuLibraryLoadData", "combine-pfloat32-topk4.cubin", "cuda:0"]),
-        ("cuKernelSetAttribute", ["cuKernelSetAttribute(220000 bytes", "fwd-bf16-g4-pfloat32.cubin"]),
+        ("cuLibraryLoadData", ["cuLibraryLoadData", "combine-pbfloat16-topk4.cubin", "cuda:0"]),
+        ("cuKernelSetAttribute", ["cuKernelSetAttribute(220000 bytes", "fwd-bf16-g4-pbfloat16.cubin"]),
         ("cuTensorMapEncodeTiled", ["cuTensorMapEncodeTiled of q", "dims [64, 4, 2, 2, 64]"]),
-        ("cuMemsetD32Async", ["cuMemsetD32Async", "fwd-bf16-g4-pfloat32"]),
-        ("cuLaunchKernel", ["launch of sm_90a/fwd-bf16-g4-pfloat32 on cuda:0", "grid 132, 512 threads, 220000 bytes"]),
-        ("cuLaunchKernelEx", ["launch of sm_90a/combine-pfloat32-topk4", "grid 64, 128 threads"]),
+        ("cuMemsetD32Async", ["cuMemsetD32Async", "fwd-bf16-g4-pbfloat16"]),
+        ("cuLaunchKernel", ["launch of sm_90a/fwd-bf16-g4-pbfloat16 on cuda:0", "grid 132, 512 threads, 220000 bytes"]),
+        ("cuLaunchKernelEx", ["launch of sm_90a/combine-pbfloat16-topk4", "grid 64, 128 threads"]),
     ],
 )
 @on_stub(fresh=True)

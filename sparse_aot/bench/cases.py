@@ -44,9 +44,12 @@ class Shape:
     def total_rows(self) -> int:
         return self.batch * -(-self.capacity // BLOCK)
 
-    @property
-    def flop(self) -> int:
-        return 4 * self.total_q * self.heads * self.topk * BLOCK * DIM
+    def flop(self, pairs: int) -> int:
+        """Of the products QK and PV of the selected blocks; ``pairs``: of (token, KV head, block that is there).
+
+        A block counts as a whole, as it is computed: also where it lies across the diagonal or ends a sequence.
+        """
+        return 4 * pairs * self.qhead_per_kv * BLOCK * DIM
 
 
 def shapes(options: argparse.Namespace) -> list[Shape]:

@@ -25,7 +25,10 @@ AGREEMENT = 0.02  # bound of largest_difference: both round P, and the result, t
 
 @dataclass(frozen=True)
 class Result:
-    """One case. Times in ms; TFLOP/s of the selected blocks' products; fan-out: queries a selected (KV head, block)."""
+    """One case. Times in ms; fan-out: queries a selected (KV head, block).
+
+    ``pairs`` are those of ``Shape.flop``, which TFLOP/s count; ``selected_share`` is their share of topk a token.
+    """
 
     shape: dict
     pattern: str
@@ -33,6 +36,8 @@ class Result:
     csr_ms: float
     forward_ms: float
     total_ms: float
+    pairs: int
+    selected_share: float
     tflops: float
     total_tflops: float
     fan_out_mean: float
@@ -96,6 +101,7 @@ def case(shape: Shape, pattern: str, dense_ms: float | None, options: argparse.N
         raise RuntimeError(f"{label}: the output differs from the gather baseline's by up to {difference}")
 
     row_ptr, _, schedule = plan
+    pairs = int(row_ptr[:, -1].sum())  # the CSR has each once, and none of a block that does not exist
     fan_out = row_ptr.diff(dim=1)
     fan_out = fan_out[fan_out > 0]
     total_ms = csr_ms + forward_ms
@@ -106,8 +112,10 @@ def case(shape: Shape, pattern: str, dense_ms: float | None, options: argparse.N
         csr_ms=csr_ms,
         forward_ms=forward_ms,
         total_ms=total_ms,
-        tflops=shape.flop / forward_ms * 1e-9,
-        total_tflops=shape.flop / total_ms * 1e-9,
+        pairs=pairs,
+        selected_share=pairs / (shape.total_q * shape.head_kv * shape.topk),
+        tflops=shape.flop(pairs) / forward_ms * 1e-9,
+        total_tflops=shape.flop(pairs) / total_ms * 1e-9,
         fan_out_mean=float(fan_out.float().mean()),
         fan_out_max=int(fan_out.max()),
         work_items=int(schedule.work_count),

@@ -11,7 +11,9 @@ PARTIAL_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="sparse-aot bench",
-        description="Times block-sparse prefill attention next to a per-query gather kernel in Triton and dense cuDNN.",
+        description="Times block-sparse prefill attention next to a per-query gather kernel in Triton and dense cuDNN. "
+        "TFLOP/s are 4 * pairs * G * 128 * D / time, where pairs are those of a query token, a KV head and a selected "
+        "block that exists: early tokens of a causal sequence have fewer than topk.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     case = parser.add_argument_group("case")

@@ -30,7 +30,9 @@ def environment(argv: Sequence[str]) -> dict[str, str]:
 def print_header(environment: dict[str, str]) -> None:
     for name, value in environment.items():
         print(f"{name:12} {value}")
-    print("Times in ms, medians of CUDA events. TFLOP/s = 4 total_q Hq topk 128 D / time.", flush=True)
+    print(
+        "Times in ms, medians of CUDA events. TFLOP/s count the blocks that a token selects and that exist.", flush=True
+    )
 
 
 def print_case(result: Result) -> None:
@@ -39,7 +41,7 @@ def print_case(result: Result) -> None:
     print(
         f"\n{shape['name']} · {result.pattern} · {'causal' if shape['causal'] else 'full'} · {result.partial_dtype} "
         f"partials\n  B {shape['batch']}, {shape['sq']} queries, {keys}, Hkv {shape['head_kv']}, "
-        f"G {shape['qhead_per_kv']}, topk {shape['topk']}"
+        f"G {shape['qhead_per_kv']}, topk {shape['topk']}, of which {result.selected_share:.1%} are blocks that exist"
     )
     rows = [
         ("CSR + schedule", result.csr_ms, ""),

@@ -19,7 +19,8 @@ def test_benchmark_reports_times_and_agrees_with_its_baseline(mode, tmp_path, ca
     assert [case["pattern"] for case in document["cases"]] == ["uniform", "sink"]
     for case in document["cases"]:
         assert all(
-            case[name] > 0 for name in ("csr_ms", "forward_ms", "tflops", "fan_out_mean", "gather_ms", "speedup")
+            case[name] > 0
+            for name in ("csr_ms", "forward_ms", "tflops", "pairs", "fan_out_mean", "gather_ms", "speedup")
         )
         assert case["total_ms"] == case["csr_ms"] + case["forward_ms"] and case["kernels_us"]
         assert (case["dense_ms"] is None) == ("--paged" in mode)
