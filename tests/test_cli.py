@@ -108,7 +108,7 @@ def test_demo_fails_on_a_damaged_bundle(tmp_path):
 
 def test_info_and_verify_name_a_manifest_that_is_none(tmp_path):
     manifest = tmp_path / "manifest.json"
-    for text in ("[]", '{"schema": 1}'):
+    for text in ("[]", '{"schema": 1}', '{"schema": 2}'):
         manifest.write_text(text)
         for command in ("info", "verify", "demo"):
             status, _, err = run(command, SPARSE_AOT_CUBINS=str(tmp_path))
