@@ -52,7 +52,8 @@ def run_demo():
         return 0
     if not sim.is_installed():
         print(
-            "attention: not run, this machine has no CUDA device, and the simulator (sparse-aot[sim]) is not installed"
+            "attention: not run, this machine has no CUDA device, and the simulator is not installed: "
+            f"{sim.INSTALLATION}"
         )
         return 0
     print("no CUDA device: attention runs in the simulator")

@@ -12,6 +12,7 @@ import pytest
 
 from aot import build, configs
 
+pytestmark = pytest.mark.xdist_group("bundle")  # one worker reads what the other tests of a cubin have disassembled
 CONFIGURATIONS = {item.path: item for item in configs.configurations()}
 
 

@@ -44,11 +44,13 @@ def test_any_value_that_changed_since_the_build_is_refused(folder):
             for step in path[:-1]:
                 place = place[step]
             value = place[path[-1]]
-            place[path[-1]] = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value + "1"
+            place[path[-1]] = (
+                not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value + "1"
+            )
 
         before = (folder / "manifest.json").read_text()
         rewrite(folder, change)
-        with pytest.raises(BundleError, match="manifest.json: changed since it was built"):
+        with pytest.raises(BundleError, match="changed since it was built"):
             _bundle.Bundle(folder)
         (folder / "manifest.json").write_text(before)
     _bundle.Bundle(folder)
@@ -107,7 +109,18 @@ def test_a_number_that_no_kernel_can_have_is_refused(folder, name, value):
 
 @pytest.mark.parametrize(
     "file",
-    ["/etc/passwd", "../x.cubin", "sm_90a/../../x.cubin", "sm_90a/..", "./x.cubin", "", "a//b", "sm_90a/", "a\0b", "a\nb"],
+    [
+        "/etc/passwd",
+        "../x.cubin",
+        "sm_90a/../../x.cubin",
+        "sm_90a/..",
+        "./x.cubin",
+        "",
+        "a//b",
+        "sm_90a/",
+        "a\0b",
+        "a\nb",
+    ],
 )
 def test_a_file_outside_the_bundles_folder_is_refused(folder, file):
     entries = read_manifest(folder)
