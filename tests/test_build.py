@@ -491,7 +491,8 @@ def test_interrupted_build_stops_at_once_and_keeps_what_is_finished(toy, out, tm
     script = tmp_path / "command.py"
     space = [configuration("slow", "slow:Slow"), *(configuration(f"s{n}", "scale:Scale", threads=n) for n in (32, 64))]
     script.write_text(
-        "import sys\nfrom aot import __main__ as command_line\nfrom aot.configs import Configuration\n"
+        "import signal\nimport sys\nfrom aot import __main__ as command_line\nfrom aot.configs import Configuration\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whatever started the tests
         f"command_line.configurations = lambda: {space!r}\n"
         f"if __name__ == '__main__':\n    sys.exit(command_line.main(['build', '-j', '2', '--out', {str(out)!r}]))\n"
     )
