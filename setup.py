@@ -7,8 +7,8 @@ with the PTX for the simulator, which users get as a wheel of its own (``tools/p
 
 import os
 import re
+import subprocess
 import sys
-from glob import glob
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
-BUILT = r"\.so$|__pycache__|\.egg-info|/build/"  # what a build leaves in the source folders
+BUILT = r"\.so$|__pycache__|\.egg-info|/build/|/\."  # what a build leaves in the source folders
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -35,26 +35,42 @@ class BuildPy(build_py):
 
 
 class SourceDistribution(sdist):
-    """Also packs what builds and tests the package but is not installed with it."""
+    """Packs what git tracks, or in an unpacked source distribution all that it came with; and setuptools' metadata."""
 
     def make_release_tree(self, base_dir, files):
-        extra = ["cubins/MANIFEST.lock", *glob("sparse_aot/*.p[yx]*")]
-        for directory in ("aot", "docs", "tests", "tools"):
-            extra += (path for path in glob(f"{directory}/**", recursive=True) if not re.search(BUILT, path))
-        super().make_release_tree(base_dir, sorted({*files, *filter(os.path.isfile, extra)}))
+        metadata_files = [file for file in files if ".egg-info/" in file]
+        super().make_release_tree(base_dir, [*source_files(), *metadata_files])
+
+
+def source_files():
+    """Files that git tracks; without git, those under the folders that have sources, less what builds leave there."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+        files = map(os.fsdecode, listed.split(b"\0"))
+    else:
+        names = ("*.toml", "*.md", "setup.py", "LICENSE", "cubins/MANIFEST.lock")
+        names += tuple(f"{folder}/**/*" for folder in ("aot", "docs", "sparse_aot", "tests", "tools"))
+        found = (path.relative_to(ROOT).as_posix() for name in names for path in ROOT.glob(name))
+        files = (file for file in found if not re.search(BUILT, file))
+    return sorted(file for file in files if (ROOT / file).is_file())
 
 
 def extensions():
     (cuda_h,) = (file for file in metadata.files("nvidia-cuda-runtime") if file.name == "cuda.h")
-    # The declarations of some releases of cuda-bindings also include cudaProfiler.h, which only a toolkit has.
-    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")
+    # cuda-bindings' declarations include this header too, for functions that nothing here calls; only a toolkit has it.
+    headers = ROOT / "build" / "include"
+    headers.mkdir(parents=True, exist_ok=True)
+    (headers / "cudaProfiler.h").touch()
     return cythonize(
         [
             Extension(
                 f"sparse_aot.{source.stem}",
                 [f"sparse_aot/{source.name}"],
-                include_dirs=["sparse_aot", str(cuda_h.locate().parent), str(toolkit)],
+                include_dirs=["sparse_aot", str(cuda_h.locate().parent), str(headers)],
                 language="c++",  # cydriver's declarations are C++ from cuda-bindings 13.5 on
+                # Neither symbols nor the paths of the machine that built it.
+                extra_compile_args=["-g0", f"-ffile-prefix-map={ROOT}=."],
+                extra_link_args=["-s"],
             )
             for source in sorted(ROOT.glob("sparse_aot/*.pyx"))
         ],

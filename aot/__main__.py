@@ -21,7 +21,11 @@ def main(arguments: list[str] | None = None) -> int:
     listing.add_argument("--json", action="store_true", help="print JSON")
 
     building = commands.add_parser(
-        "build", help="compile the configurations into a bundle, and their PTX into its ptx.zip"
+        "build",
+        help="compile the configurations into a bundle, and their PTX into its ptx.zip",
+        description="Compile the configurations into a bundle, and their PTX into its ptx.zip. With --arch or --only a "
+        "bundle that is there already keeps its other configurations; where their source has changed since, the build "
+        "refuses. Files that no build put there stay. After an interrupt, a build goes on where the last one was.",
     )
     building.add_argument("--arch", action="append", choices=ARCHS, default=[], help="only this one (repeatable)")
     building.add_argument("--only", metavar="GLOB", default="*", help="only configurations with a matching name")
@@ -29,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     building.add_argument("--out", type=Path, metavar="DIR", default=build.DEFAULT_OUT, help="default: %(default)s")
 
     options = parser.parse_args(arguments)
-    return _list(options) if options.command == "list" else _build(options)
+    return build.run_command(lambda: _list(options) if options.command == "list" else _build(options))
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -44,12 +48,9 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    try:
-        selected = build.select(configurations(), options.arch, options.only)
-        summary = build.build(selected, options.out, jobs=options.jobs, ptx=True)
-    except build.BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    space = configurations()
+    selected = build.complete(build.select(space, options.arch, options.only), space, options.out)
+    summary = build.build(selected, options.out, jobs=options.jobs, ptx=True)
     print(f"{options.out}: {summary}")
     return 0
 

@@ -1,20 +1,24 @@
 """Build the bundle: compile the configurations in worker processes, check them, write cubins and manifest.
 
 The manifest's ``configurations`` hold, besides what finds and launches a kernel, only facts read from the cubin; the
-launcher refuses a cubin that does not match them. The output directory ends up holding exactly what was asked for.
+launcher refuses a cubin that does not match them, and a manifest that does not match its own ``digest``. The output
+directory ends up holding exactly what was asked for, beside files that no build put there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import json
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -30,14 +34,15 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_OUT = ROOT / "cubins"
 MANIFEST = "manifest.json"
 PTX = "ptx.zip"
-SCHEMA = 1
+SCHEMA = 2
+REQUIREMENTS = {"tqdm": "tqdm", "elftools": "pyelftools", "cutlass": "nvidia-cutlass-dsl"}  # module -> distribution
 
 SMEM_LIMIT = {"sm_90a": 227 * 1024, "sm_100f": 227 * 1024}  # bytes a block can have
 PARAM_SIZE = {"pointer": 8, "int32": 4, "int64": 8, "float32": 4, "tensor_map": 128}  # bytes
 
 
 class BuildError(Exception):
-    """One or more configurations cannot be part of the bundle; the message names each and says why."""
+    """There is no bundle: the message says why, and names each configuration that cannot be part of it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,45 @@ def select_from_environment() -> list[Configuration]:
     return select(configs.configurations(), archs, os.environ.get("SPARSE_AOT_BUILD_ONLY") or "*")
 
 
+def complete(selected: Sequence[Configuration], space: Sequence[Configuration], out: Path) -> list[Configuration]:
+    """``selected`` and what else of ``space`` the bundle in ``out`` has, in the order of ``space``: a build of a part
+    keeps the rest.
+
+    BuildError where the rest is not current, which is where the cache does not have it: a bundle is of one source.
+    """
+    store = cache.Cache(cache.default_directory())
+    chosen = {configuration.path for configuration in selected}
+    present = {f"{entry['arch']}/{entry['name']}" for entry in _read_entries(out)}
+    kept = [item for item in space if item.path in present - chosen]
+    if stale := [item.path for item in kept if store.load(cache.key(item)) is None]:
+        raise BuildError(
+            f"{out} holds {len(stale)} other configurations that are not of this source, {stale[0]} among them: "
+            "build all of them, or give another --out"
+        )
+    chosen.update(item.path for item in kept)
+    return [item for item in space if item.path in chosen]
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """The exit status of a command that builds, after one line on standard error where something stopped it."""
+    try:
+        status = command()
+        sys.stdout.flush()
+        return status
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered goes there at exit
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
 def build(
     configurations: Sequence[Configuration],
     out: Path = DEFAULT_OUT,
@@ -91,11 +135,18 @@ def build(
     Writes ``<arch>/<name>.cubin`` and ``manifest.json``, with ``ptx`` also ``ptx.zip`` for the simulator (members
     ``<arch>/<name>.ptx``), and removes what an earlier build left there besides. Raises BuildError, leaving ``out`` as
     it was, if a configuration does not compile, spills registers without a reason, or needs more shared memory than its
-    architecture has.
+    architecture has, if a build requirement is not installed, or if ``out`` or the cache cannot be written. What an
+    interrupted build had finished is in the cache.
     """
     if jobs is not None and jobs < 1:
         raise BuildError(f"jobs: expected at least 1, got {jobs}")
+    if absent := [REQUIREMENTS[module] for module in REQUIREMENTS if importlib.util.find_spec(module) is None]:
+        raise BuildError(
+            f"{', '.join(absent)} not installed: a build needs it, and pip install -e '.[test]' installs what one needs"
+        )
     store = cache.Cache(cache_directory or cache.default_directory())
+    for folder in (out, store.directory):
+        _check_writable(folder)
     keys = {configuration.path: cache.key(configuration) for configuration in configurations}
     done = {path: entry for path, key in keys.items() if (entry := store.load(key))}
     missing = [configuration for configuration in configurations if configuration.path not in done]
@@ -137,21 +188,35 @@ def _compile(
         mp_context=multiprocessing.get_context("spawn"),
         initializer=isolate,
     )
-    with workers, tqdm(total=len(configurations), unit="kernel", desc="compile", disable=None) as progress:
-        futures = {
-            workers.submit(compile_configuration, configuration): configuration for configuration in configurations
-        }
-        for future in as_completed(futures):
-            configuration = futures[future]
-            progress.set_postfix_str(configuration.path)
-            progress.update()
-            try:
-                result = future.result()
-            except CompileError as error:
-                result = error
-            except BrokenProcessPool as error:
-                result = CompileError(f"{configuration.path}: {error}")
-            yield configuration, result
+    others = multiprocessing.active_children()
+    try:
+        # Ctrl-C reaches every process of the terminal; the workers, started here, leave it to this one.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            futures = {
+                workers.submit(compile_configuration, configuration): configuration for configuration in configurations
+            }
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with tqdm(total=len(configurations), unit="kernel", desc="compile", disable=None) as progress:
+            for future in as_completed(futures):
+                configuration = futures[future]
+                progress.set_postfix_str(configuration.path)
+                progress.update()
+                try:
+                    result = future.result()
+                except CompileError as error:
+                    result = error
+                except BrokenProcessPool as error:
+                    result = CompileError(f"{configuration.path}: {error}")
+                yield configuration, result
+    except BaseException:  # an interrupt, or nobody wants the rest: what is being compiled is not worth a wait
+        for worker in multiprocessing.active_children():
+            if worker not in others:
+                worker.kill()
+        raise
+    finally:
+        workers.shutdown(cancel_futures=True)
 
 
 def _manifest_entry(configuration: Configuration, compiled: Compiled) -> dict[str, Any]:
@@ -204,7 +269,9 @@ def _write(
     entries: list[dict[str, Any]],
     ptx: bool,
 ) -> None:
-    """Write the files, then the manifest, then remove what the manifest does not name."""
+    """Write the files, then the manifest, then remove what only the manifest before it names."""
+    before = _read_entries(out)
+    earlier = {PTX, *(entry["file"] for entry in before)} if before else set()
     files = {f"{configuration.path}.cubin": compiled[configuration.path].cubin for configuration in configurations}
     if ptx:
         files[PTX] = _archive(
@@ -220,11 +287,35 @@ def _write(
         "dsl_version": cache.dsl_versions()["nvidia-cutlass-dsl"],
         "configurations": entries,
     }
+    manifest["digest"] = digest(manifest)
     _write_atomically(out / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
-    for file in [*out.glob("*/*.cubin"), *out.glob(PTX)]:
-        if file.relative_to(out).as_posix() not in files:
-            file.unlink()
+    for file in earlier - files.keys():
+        (out / file).unlink(missing_ok=True)
+
+
+def digest(manifest: dict[str, Any]) -> str:
+    """A SHA-256 of everything in a manifest but its own ``digest``."""
+    content = {name: value for name, value in manifest.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read_entries(out: Path) -> list[dict[str, Any]]:
+    """The entries of an earlier build's manifest, of any schema; none where there is no manifest of ours."""
+    try:
+        entries = json.loads((out / MANIFEST).read_bytes())["configurations"]
+        return [entry for entry in entries if entry["file"] == f"{entry['arch']}/{entry['name']}.cubin"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _check_writable(folder: Path) -> None:
+    """BuildError now, not after the compilation, where ``folder`` cannot be made or nothing can be written to it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise BuildError(f"{folder}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise BuildError(f"{folder}: {existing} is not writable")
 
 
 def _archive(members: dict[str, bytes]) -> bytes:

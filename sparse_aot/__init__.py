@@ -4,7 +4,16 @@ Importing this needs no GPU, no driver and no array framework; a kernel is loade
 """
 
 from sparse_aot import sim
-from sparse_aot._attention import sparse_atten_func
+
+try:
+    from sparse_aot._attention import sparse_atten_func
+except ModuleNotFoundError as error:
+    if error.name != "sparse_aot._attention":
+        raise
+    raise ImportError(
+        f"{__path__[0]} has the sources of sparse_aot without its compiled extensions, and comes before an installed "
+        "package where Python starts in that checkout: start elsewhere, or `pip install -e .` there"
+    ) from None
 from sparse_aot._bundle import BundleError, preload
 from sparse_aot._csr import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
 from sparse_aot._driver import CudaError

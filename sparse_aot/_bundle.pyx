@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import threading
 
 from cuda.bindings cimport cydriver
@@ -18,7 +19,7 @@ from sparse_aot._trace cimport note_launch, tracing
 from sparse_aot import sim
 
 
-SCHEMA = 1
+SCHEMA = 2
 _SIZES = {"pointer": 8, "int32": 4, "int64": 8, "float32": 4, "tensor_map": 128}
 _TENSOR_MAP_DTYPES = {
     "bfloat16": <int>cydriver.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -26,12 +27,14 @@ _TENSOR_MAP_DTYPES = {
     "uint8": <int>cydriver.CU_TENSOR_MAP_DATA_TYPE_UINT8,
 }
 # What is used of a manifest's objects, with the type of each value.
-_MANIFEST = {"package_version": str, "dsl_version": str, "configurations": list}
+_MANIFEST = {"package_version": str, "dsl_version": str, "configurations": list, "digest": str}
 _CONFIGURATION = {
     "name": str, "arch": str, "operation": str, "options": dict, "file": str, "sha256": str, "size": int, "symbol": str,
     "params": list, "threads": int, "smem_bytes": int, "work_per_cta": int, "pdl": bool,
     "walks": bool,
 }
+_LIMITS = {"size": (1, 2**31 - 1), "threads": (1, 1024), "smem_bytes": (0, 227 * 1024), "work_per_cta": (0, 2**31 - 1)}
+_FILE = re.compile(r"([A-Za-z0-9_][\w.-]*/)*[A-Za-z0-9_][\w.-]*", re.ASCII)  # below the bundle's folder
 _PARAM = {"name": str, "kind": str, "offset": int, "size": int}
 _TENSOR_MAP = {"dtype": str, "swizzle": int, "box": list}
 _SWIZZLES = {
@@ -90,13 +93,25 @@ class Bundle:
             raise BundleError(f"{path}: not readable as a manifest: {error}") from error
         schema = self.manifest.get("schema") if isinstance(self.manifest, dict) else None
         if schema != SCHEMA:
-            raise BundleError(f"{path}: expected manifest schema {SCHEMA}, got {schema!r}")
+            raise BundleError(
+                f"{path}: expected manifest schema {SCHEMA}, got {schema!r}: another version of sparse_aot built it; "
+                "`python -m aot build` builds it anew"
+            )
         _check_fields(path, self.manifest, _MANIFEST)
+        if _digest(self.manifest) != self.manifest["digest"]:
+            raise BundleError(f"{path}: changed since it was built: its contents do not have the digest that it gives")
+        if not self.configurations:
+            raise BundleError(f"{path}: expected at least one configuration, got none")
         for number, entry in enumerate(self.configurations):
             where = f"{path}: configuration {number}"
             _check_fields(where, entry, _CONFIGURATION)
             if not all(isinstance(value, (str, int, float)) for value in entry["options"].values()):
                 raise BundleError(f"{where}: expected options to be names and numbers, got {entry['options']!r}")
+            for name, (low, high) in _LIMITS.items():
+                if not low <= entry[name] <= high:
+                    raise BundleError(f"{where}: expected {name} from {low} to {high}, got {entry[name]}")
+            if not _FILE.fullmatch(entry["file"]):
+                raise BundleError(f"{where}: expected file to be a path below the bundle's folder, got {entry['file']!r}")
             for param in entry["params"]:
                 _check_fields(f"{where}: parameter", param, _PARAM)
                 if param["kind"] == "tensor_map":
@@ -169,11 +184,17 @@ class Bundle:
                 )
 
 
+def _digest(manifest):
+    """The SHA-256 of everything in a manifest but its own ``digest``, as the build computes it."""
+    content = {name: value for name, value in manifest.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def _check_fields(where, found, fields):
     if not isinstance(found, dict):
         raise BundleError(f"{where}: expected an object, got {found!r}")
     for name, kind in fields.items():
-        if not isinstance(found.get(name), kind):
+        if type(found.get(name)) is not kind:  # a bool is no number here
             raise BundleError(f"{where}: expected {name} to be of type {kind.__name__}, got {found.get(name)!r}")
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import signal
 import struct
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -12,8 +14,19 @@ from sparse_aot._cubin import read_layout
 
 def main(argv=None):
     """Run one command; returns the exit status."""
+    try:
+        status = run(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered goes there at exit
+        return 128 + signal.SIGPIPE
+
+
+def run(argv):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="sparse-aot", description="Block-sparse attention, compiled ahead of time.")
+    parser.add_argument("--version", action="version", version=f"sparse_aot {_installed('sparse_aot')}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, architectures, configurations, devices")
     info.add_argument("--json", action="store_true", help="machine-readable")
@@ -34,8 +47,12 @@ def main(argv=None):
             return print_verified()
         from sparse_aot.demo import run_demo
 
+        sim.options.check()
         return run_demo()
-    except RuntimeError as error:  # BundleError, CudaError, SimulationError, a simulator that does not compile
+    except (
+        RuntimeError,
+        sim.OptionError,
+    ) as error:  # BundleError, CudaError, SimulationError, a simulator that does not compile
         print(f"sparse-aot: {error}", file=sys.stderr)
         return 1
 

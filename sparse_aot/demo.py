@@ -53,7 +53,7 @@ def run_demo():
     else:
         print("no CUDA device")
     if not sim.is_installed():
-        print("attention: not run, and the simulator (sparse-aot[sim]) is not installed")
+        print(f"attention: not run, and the simulator is not installed: {sim.INSTALLATION}")
         return 1
     print("attention runs in the simulator")
     warnings.simplefilter("ignore", sim.SimulationWarning)

@@ -7,10 +7,11 @@ shared and tensor memory, races, and the order of asynchronous copies and produc
 raises ``SimulationError``. CSR and schedule of host arrays are compiled host code unless ``options.csr`` says
 otherwise.
 
-Simulator and PTX come with the distribution ``sparse-aot-sim``, the extra ``sparse-aot[sim]``; in a checkout they are
-``tools/ptxsim`` and ``cubins/ptx.zip``. Nothing of it is loaded for arrays on a CUDA device.
+Simulator and PTX come with the distribution ``sparse-aot-sim``, which ``pip install ./tools/ptxsim`` builds in a
+checkout; there they are ``tools/ptxsim`` and ``cubins/ptx.zip``. Nothing of it is loaded for arrays on a CUDA device.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -21,7 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PTX = "ptx.zip"
+INSTALLATION = "`pip install ./tools/ptxsim` in a checkout of sparse_aot installs it"
 CHECKOUT = Path(__file__).resolve().parents[1] / "tools" / "ptxsim"  # where a checkout has the package ptxsim
+
+
+class OptionError(ValueError):
+    """A field of ``options`` has a value that it cannot have."""
 
 
 class SimulationWarning(UserWarning):
@@ -54,22 +60,27 @@ class Options:
     def from_environment(cls):
         """The options that the environment asks for; their values are checked when they are used."""
         seed = os.environ.get("SPARSE_AOT_SIM_SEED") or "0"
+        with contextlib.suppress(ValueError):
+            seed = int(seed)
         return cls(
             arch=os.environ.get("SPARSE_AOT_SIM_ARCH") or cls().arch,
             csr=os.environ.get("SPARSE_AOT_SIM_CSR") == "1",
-            seed=int(seed) if seed.isdecimal() else seed,
+            seed=seed,
         )
 
     def check(self):
-        """Raise ValueError, which names the field, where one has a value that it cannot have."""
+        """Raise OptionError, which names the field, where one has a value that it cannot have."""
         if not isinstance(self.arch, str):
-            raise ValueError(f"sim.options.arch: expected the name of an architecture, got {self.arch!r}")
+            raise OptionError(f"sim.options.arch: expected the name of an architecture, got {self.arch!r}")
         if isinstance(self.off, str):
-            raise ValueError(f"sim.options.off: expected a tuple of names, got {self.off!r}")
+            raise OptionError(f"sim.options.off: expected a tuple of names, got {self.off!r}")
         for name, low, high in (("seed", 0, 2**64 - 1), ("multiprocessors", 1, 1024), ("max_steps", 0, 2**64 - 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"sim.options.{name}: expected an integer from {low} to {high}, got {value!r}")
+                source = " (SPARSE_AOT_SIM_SEED sets it at first)" if name == "seed" else ""
+                raise OptionError(
+                    f"sim.options.{name}: expected an integer from {low} to {high}, got {value!r}{source}"
+                )
 
 
 options = Options.from_environment()
@@ -115,7 +126,7 @@ def choose_device():
     if find_simulator() is None:
         raise NotImplementedError(
             "arrays on the host: kernels run on CUDA devices, or in the simulator, which is not installed: "
-            "pip install 'sparse-aot[sim]', or ./tools/ptxsim in a checkout"
+            f"{INSTALLATION}"
         )
     options.check()
     if not _said:

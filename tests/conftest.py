@@ -1,5 +1,6 @@
 """The fixture ``place``, and the modules beside the tests, whatever the working directory."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ ROOT = HERE.parent
 for path in (ROOT, ROOT / "tools" / "ptxsim", HERE):
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # tests run in several processes, a core each: torch keeps to one core too
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 from places import PLACES  # noqa: E402
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aot import build
 from sparse_aot._bundle import SIGNATURES
 
 TESTS = Path(__file__).resolve().parent
@@ -173,7 +174,8 @@ def _entry(folder, arch, name, operation, options, params, offset, boxes):
 
 
 def write_manifest(folder, entries):
-    manifest = {"schema": 1, "package_version": "0", "dsl_version": "0", "configurations": entries}
+    manifest = {"schema": build.SCHEMA, "package_version": "0", "dsl_version": "0", "configurations": entries}
+    manifest["digest"] = build.digest(manifest)
     (Path(folder) / "manifest.json").write_text(json.dumps(manifest))
 
 

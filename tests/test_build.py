@@ -1,11 +1,14 @@
 """The build: what its cache keys cover, what it refuses, and what it writes."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -311,6 +314,37 @@ def test_bundle_holds_exactly_what_the_last_build_was_asked_for(toy, out):
     assert [entry["name"] for entry in manifest_entries(out)] == ["scale-128"]
 
 
+def test_files_that_no_build_put_there_stay(toy, out):
+    foreign = {"sm_90a/foreign.cubin": b"mine", "other/kernel.cubin": b"mine too", "ptx.zip": b"a zip"}
+    for file, data in foreign.items():
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
+        (out / file).write_bytes(data)
+    build.build([SCALE, configuration("scale-64", "scale:Scale", threads=64)], out)
+    assert foreign.items() <= snapshot(out).items()
+    build.build([SCALE], out)
+    assert set(snapshot(out)) == {"manifest.json", "sm_90a/scale-128.cubin", *(foreign.keys() - {"ptx.zip"})}
+
+
+@pytest.mark.parametrize("file", ["../victim.cubin", "/tmp/victim.cubin", "sm_90a/../../victim.cubin"])
+def test_an_earlier_manifest_makes_the_build_remove_nothing_outside(toy, out, tmp_path, file):
+    build.build([SCALE], out)
+    victim = tmp_path / "victim.cubin"
+    victim.write_bytes(b"")
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["configurations"].append({"arch": "sm_90a", "name": "x", "file": file})
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    build.build([SCALE], out)
+    assert victim.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"configurations": 1}', '{"configurations": [{}, 2]}'])
+def test_an_earlier_manifest_that_is_none_is_replaced(toy, out, text):
+    out.mkdir()
+    (out / "manifest.json").write_text(text)
+    build.build([SCALE], out)
+    assert [entry["name"] for entry in manifest_entries(out)] == ["scale-128"]
+
+
 def test_cubins_do_not_depend_on_the_checkout_the_environment_or_the_order(toy, out, tmp_path):
     """The same sources in another directory, with another hash seed, with the DSL's debug switches set."""
     kernels = [SCALE, configuration("scale-64", "scale:Scale", threads=64)]
@@ -411,6 +445,114 @@ def test_build_command_restricts(toy_space, out, arguments, built, capsys):
     assert command_line.main(["build", *arguments, "-j", "2", "--out", str(out)]) == 0
     assert {f"{entry['arch']}/{entry['name']}" for entry in manifest_entries(out)} == built
     assert f"{len(built)} configurations compiled, 0 from the cache" in capsys.readouterr().out
+
+
+def names(directory):
+    return [f"{entry['arch']}/{entry['name']}" for entry in manifest_entries(directory)]
+
+
+def test_build_of_a_part_keeps_the_rest_of_the_bundle(toy_space, toy, out):
+    assert command_line.main(["build", "--out", str(out)]) == 0
+    before = snapshot(out)
+    for restriction in (["--only", "scale-64"], ["--arch", "sm_100f"]):
+        assert command_line.main(["build", *restriction, "--out", str(out)]) == 0
+        assert snapshot(out) == before
+    (out / "sm_90a" / "scale-64.cubin").unlink()
+    assert command_line.main(["build", "--arch", "sm_100f", "--out", str(out)]) == 0
+    assert snapshot(out) == before
+
+
+def test_build_of_a_part_adds_to_what_another_part_left(toy_space, out):
+    for arch in ("sm_100f", "sm_90a"):
+        assert command_line.main(["build", "--arch", arch, "--out", str(out)]) == 0
+    assert names(out) == ["sm_90a/scale-128", "sm_100f/scale-128", "sm_90a/scale-64"]
+
+
+def test_build_of_a_part_drops_what_is_no_configuration_any_more(toy_space, out, monkeypatch):
+    assert command_line.main(["build", "--out", str(out)]) == 0
+    monkeypatch.setattr(command_line, "configurations", lambda: [SCALE, replace(SCALE, arch="sm_100f")])
+    assert command_line.main(["build", "--arch", "sm_90a", "--out", str(out)]) == 0
+    assert names(out) == ["sm_90a/scale-128", "sm_100f/scale-128"]
+
+
+def test_build_of_a_part_refuses_where_the_rest_is_of_other_source(toy_space, toy, out, capsys):
+    assert command_line.main(["build", "--out", str(out)]) == 0
+    before = snapshot(out)
+    capsys.readouterr()
+    edit(toy / "values.py", "3.0", "4.0")
+    assert command_line.main(["build", "--only", "scale-64", "--out", str(out)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {out} holds 2 other configurations that are not of this source, sm_90a/scale-128")
+    assert snapshot(out) == before
+
+
+def test_interrupted_build_stops_at_once_and_keeps_what_is_finished(toy, out, tmp_path):
+    (toy / "slow.py").write_text(f"import time\nopen({str(tmp_path / 'started')!r}, 'w')\ntime.sleep(100)\n")
+    script = tmp_path / "command.py"
+    space = [configuration("slow", "slow:Slow"), *(configuration(f"s{n}", "scale:Scale", threads=n) for n in (32, 64))]
+    script.write_text(
+        "import signal\nimport sys\nfrom aot import __main__ as command_line\nfrom aot.configs import Configuration\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whatever started the tests
+        f"command_line.configurations = lambda: {space!r}\n"
+        f"if __name__ == '__main__':\n    sys.exit(command_line.main(['build', '-j', '2', '--out', {str(out)!r}]))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(toy.parent)])}
+    process = subprocess.Popen(
+        [sys.executable, script], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    store = cache.Cache(cache.default_directory())
+    finished = [cache.key(item) for item in space[1:]]
+    deadline = time.monotonic() + 120
+    while not ((tmp_path / "started").exists() and all(map(store.load, finished))):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+    start = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process
+    said = process.communicate(timeout=60)[1]  # ends when the last process has that inherited it
+    assert time.monotonic() - start < 5
+    assert process.returncode == 130 and said.splitlines()[-1] == "interrupted" and "Traceback" not in said
+    assert not out.exists() and all(map(store.load, finished))
+
+
+def test_what_stops_a_build_is_one_line(toy_space, toy, out, tmp_path, monkeypatch, capsys):
+    def said(*arguments):
+        assert command_line.main(["build", *arguments]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    file = tmp_path / "file"
+    file.write_text("")
+    assert said("--out", str(file)) == f"error: {file}: {file} is not a folder"
+    assert said("--out", str(file / "below" / "out")) == f"error: {file / 'below' / 'out'}: {file} is not a folder"
+    monkeypatch.setenv("SPARSE_AOT_CACHE_DIR", str(file))
+    assert said("--out", str(out)) == f"error: {file}: {file} is not a folder"
+    monkeypatch.setenv("SPARSE_AOT_CACHE_DIR", str(tmp_path / "cache"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: path != tmp_path)
+        assert said("--out", str(out)) == f"error: {out}: {tmp_path} is not writable"
+
+    monkeypatch.setattr(build, "_check_writable", lambda folder: None)
+    assert said("--only", "scale-64", "--out", "/proc/none") == "error: /proc/none: No such file or directory"
+
+
+@pytest.mark.parametrize("module", build.REQUIREMENTS)
+def test_a_missing_build_requirement_is_named_before_anything_is_compiled(toy_space, out, module, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+    assert command_line.main(["build", "--out", str(out)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {build.REQUIREMENTS[module]} not installed")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("command", [["list"], ["list", "--json"]])
+def test_list_ends_quietly_where_its_reader_does(command):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aot", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
 
 
 def test_build_command_fails_with_a_message(toy_space, toy, out, capsys):

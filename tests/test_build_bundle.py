@@ -12,6 +12,7 @@ import pytest
 
 from aot import build, configs
 
+pytestmark = pytest.mark.xdist_group("bundle")  # one worker reads what the other tests of a cubin have disassembled
 CONFIGURATIONS = {item.path: item for item in configs.configurations()}
 
 
@@ -57,7 +58,7 @@ def _run(*command):
 
 def test_manifest_describes_the_bundle(bundle, manifest):
     project = tomllib.loads((build.ROOT / "pyproject.toml").read_text())["project"]
-    assert manifest["schema"] == 1
+    assert manifest["schema"] == build.SCHEMA
     assert manifest["package_version"] == project["version"]
     assert manifest["dsl_version"] == metadata.version("nvidia-cutlass-dsl")
     assert {f"{entry['arch']}/{entry['name']}" for entry in manifest["configurations"]} == CONFIGURATIONS.keys()

@@ -10,7 +10,8 @@ import sys
 import pytest
 from stub_driver import REAL_BUNDLE, library_folder, read_manifest, write_bundle, write_manifest
 
-from sparse_aot import cli
+import sparse_aot
+from sparse_aot import cli, sim
 
 pytestmark = pytest.mark.skipif(not (REAL_BUNDLE / "manifest.json").exists(), reason="no bundle built")
 
@@ -129,6 +130,7 @@ def test_no_bundle_is_an_error_that_says_how_to_make_one(tmp_path):
 
 
 def test_demo_runs_all_of_it_on_the_host_with_attention_in_the_simulator_for_each_architecture():
+    sim.find_simulator()  # compiles it, where that is to be done, which says so
     status, out, err = run("demo")
     assert status == 0 and not err, err
     assert "hashes and layouts right" in out and "equal to brute force" in out
@@ -144,7 +146,7 @@ def test_demo_fails_on_a_damaged_bundle(tmp_path):
 
 def test_info_and_verify_name_a_manifest_that_is_none(tmp_path):
     manifest = tmp_path / "manifest.json"
-    for text in ("[]", '{"schema": 1}'):
+    for text in ("[]", '{"schema": 1}', '{"schema": 2}'):
         manifest.write_text(text)
         for command in ("info", "verify", "demo"):
             status, _, err = run(command, SPARSE_AOT_CUBINS=str(tmp_path))
@@ -178,7 +180,7 @@ def test_demo_without_a_device_and_the_simulator_fails_and_says_how_to_get_it(mo
     monkeypatch.setattr(demo._driver, "device_count", lambda: 0)
     monkeypatch.setattr(sim, "is_installed", lambda: False)
     assert demo.run_demo() == 1
-    assert "attention: not run" in (said := capsys.readouterr().out) and "sparse-aot[sim]" in said
+    assert "attention: not run" in (said := capsys.readouterr().out) and "pip install ./tools/ptxsim" in said
 
 
 def test_bench_gets_the_rest_of_the_command_line(monkeypatch):
@@ -186,6 +188,30 @@ def test_bench_gets_the_rest_of_the_command_line(monkeypatch):
 
     monkeypatch.setattr(bench, "main", lambda argv: argv)
     assert cli.main(["bench", "--paged", "--help", "--json", "x"]) == ["--paged", "--help", "--json", "x"]
+
+
+def test_version_is_that_of_the_project():
+    status, out, _ = run("--version")
+    assert (status, out) == (0, f"sparse_aot {sparse_aot.__version__}\n")
+
+
+@pytest.mark.parametrize("command", [["info"], ["info", "--json"], ["verify"]])
+def test_a_command_ends_quietly_where_its_reader_does(command):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sparse_aot.cli", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+
+
+@pytest.mark.parametrize("seed", ["abc", "-1", "9" * 20, "9" * 5000, "0.5"])
+def test_a_bad_seed_in_the_environment_is_one_line_that_names_the_variable(seed):
+    status, _, err = run("demo", SPARSE_AOT_SIM_SEED=seed)
+    (line,) = err.splitlines()
+    assert status == 1
+    assert line.startswith("sparse-aot: sim.options.seed: expected an integer from 0 to")
+    assert "SPARSE_AOT_SIM_SEED" in line
 
 
 def test_unknown_options_are_refused():

@@ -654,9 +654,10 @@ def test_a_damaged_kernel_is_an_error_that_names_its_file(damage):
     [
         (None, "no bundle"),
         ("{", "not readable"),
-        ("[]", "schema 1, got None"),
-        (json.dumps({"schema": 2}), "schema 1, got 2"),
-        (json.dumps({"schema": 1, "package_version": "0", "dsl_version": "0"}), "configurations .* list, got None"),
+        ("[]", "schema 2, got None"),
+        (json.dumps({"schema": 1}), "schema 2, got 1: another version"),
+        (json.dumps({"schema": 3}), "schema 2, got 3: another version"),
+        (json.dumps({"schema": 2, "package_version": "0", "dsl_version": "0"}), "configurations .* list, got None"),
     ],
 )
 @on_stub(fresh=True)

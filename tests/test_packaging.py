@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools" / "ptxsim"))
 from ptxsim.build import build as build_engine  # noqa: E402
 
+pytestmark = pytest.mark.xdist_group("packaging")  # one worker, since the wheels take a minute to build
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 RESTRICTION = {"SPARSE_AOT_BUILD_ARCHS": "sm_100f", "SPARSE_AOT_BUILD_ONLY": "combine-*-topk4"}
 RESTRICTED = {"sm_100f/combine-pbf16-topk4", "sm_100f/combine-pf32-topk4"}
@@ -98,10 +100,22 @@ def test_wheel_carries_the_runtime_and_nothing_of_the_build(wheel):
     names = names_in(wheel[0])
     modules = {name.split("/")[0] for name in names}
     assert modules == {"sparse_aot", f"sparse_aot-{PROJECT['project']['version']}.dist-info"}
-    assert {Path(name).suffix for name in names if name.startswith("sparse_aot/")} == {".py", ".so", ".json", ".cubin"}
+    files = [name for name in names if name.startswith("sparse_aot/")]
+    assert {Path(name).suffix for name in files} == {".py", ".pyi", ".typed", ".so", ".json", ".cubin"}
+    assert {"sparse_aot/__init__.pyi", "sparse_aot/py.typed"} <= set(files)
     assert {Path(name).name.split(".")[0] for name in names if name.endswith(".so")} == {
         source.stem for source in (ROOT / "sparse_aot").glob("*.pyx")
     }
+
+
+def test_extensions_have_neither_symbols_nor_paths_of_the_machine_that_built_them(wheel, checkout):
+    opened = zipfile.ZipFile(wheel[0])
+    extensions = [opened.read(name) for name in opened.namelist() if name.endswith(".so")]
+    assert extensions
+    for data in extensions:
+        for path in (checkout, sysconfig.get_path("purelib")):
+            assert os.fsencode(path) not in data
+        assert b".symtab" not in data and b".debug_info" not in data
 
 
 def test_wheel_metadata(wheel):
@@ -146,14 +160,34 @@ def test_wheel_of_the_simulator_carries_the_engine_and_the_ptx(simulator_wheel):
     with zipfile.ZipFile(simulator_wheel) as opened:
         names = {name for name in opened.namelist() if "dist-info" not in name}
         ptx = zipfile.ZipFile(io.BytesIO(opened.read("ptxsim/ptx.zip"))).namelist()
+        (licence,) = (name for name in opened.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+        assert opened.read(licence) == (ROOT / "LICENSE").read_bytes()
     assert names == {f"ptxsim/{name}" for name in ("__init__.py", "build.py", "_engine.so", "ptx.zip")}
     assert set(ptx) == {f"{path}.ptx" for path in RESTRICTED}
 
 
-def test_extra_asks_for_the_simulator_of_the_same_version(simulator_wheel):
-    (requirement,) = PROJECT["project"]["optional-dependencies"]["sim"]
-    assert requirement == f"sparse-aot-sim=={PROJECT['project']['version']}"
+def test_simulator_has_the_version_of_the_package_and_no_index_is_asked_for_it(simulator_wheel):
     assert simulator_wheel.name.split("-")[1] == PROJECT["project"]["version"]
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    assert not [
+        name for names in (PROJECT["project"]["dependencies"], *extras) for name in names if "sparse-aot" in name
+    ]
+
+
+def test_source_distribution_of_the_simulator_installs_where_there_is_no_checkout(checkout, simulator_wheel, tmp_path):
+    script = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-c", script, cwd=checkout / "tools" / "ptxsim", env=RESTRICTION)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert not [*folder.rglob("*.so")]
+    shutil.copy2(build_engine(), folder / "ptxsim")  # for the sake of time, as above
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
+    run(*pip, "--wheel-dir", tmp_path, folder)
+    with zipfile.ZipFile(tmp_path / simulator_wheel.name) as again, zipfile.ZipFile(simulator_wheel) as first:
+        assert sorted(again.namelist()) == sorted(first.namelist())
+        assert again.read("ptxsim/ptx.zip") == first.read("ptxsim/ptx.zip")
 
 
 def test_simulator_builds_with_the_versions_that_the_package_builds_with():
@@ -185,17 +219,55 @@ def test_unknown_architecture_in_the_environment_is_an_error(checkout):
     assert "the architecture sm_75 is not one of sm_90a, sm_100f" in result.stderr
 
 
-def test_source_distribution_holds_what_the_build_needs(checkout, tmp_path):
-    script = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+def pack(checkout, folder):
+    """The files in the source distribution of a checkout, which is written to ``folder``."""
+    script = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
     run(sys.executable, "-c", script, cwd=checkout)
-    (archive,) = tmp_path.glob("*.tar.gz")
+    (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
-        packed = {name.partition("/")[2] for name in opened.getnames()}
+        return {member.name.partition("/")[2] for member in opened if member.isfile()}
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_source_distribution_holds_what_git_tracks_and_one_of_it_holds_the_same(checkout, tmp_path):
+    copy = tmp_path / "checkout"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns("*.egg-info"))
+    shutil.copy2(ROOT / ".gitignore", copy)
+    run("git", "init", "-q", cwd=copy)
+    run("git", "add", "-A", cwd=copy)
+    for untracked in ("sparse_aot/secret.py", "sparse_aot/secret.pyx.bak", "tests/secret.txt", "secret", ".env"):
+        (copy / untracked).write_text("")
+    packed = pack(copy, tmp_path)
+    assert not [name for name in packed if "secret" in name or name == ".env"]
+    tracked = set(run("git", "ls-files", cwd=copy).split())
+    assert {name for name in packed if ".egg-info" not in name} == tracked | {"PKG-INFO", "setup.cfg"}
+
+    (archive,) = tmp_path.glob("*.tar.gz")
+    (tmp_path / "again").mkdir()
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    shutil.copytree(checkout / "build", unpacked / "build")  # for the sake of time
+    assert pack(unpacked, tmp_path / "again") == packed - {".gitignore"}
+
+
+def test_source_distribution_holds_what_the_build_needs(checkout, tmp_path):
+    packed = pack(checkout, tmp_path)
     for folder, pattern in (("aot", "*.py"), ("sparse_aot", "*.p*"), ("tests", "*.py"), ("tools", "*.py")):
         found = (file.relative_to(checkout) for file in (checkout / folder).rglob(pattern) if file.suffix != ".pyc")
         assert {str(file) for file in found if "build" not in file.parts} <= packed
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "cubins/MANIFEST.lock"} <= packed
     assert not [name for name in packed if name.endswith((".so", ".cubin", ".pyc"))]
+
+
+def test_a_checkout_without_extensions_says_what_to_do(checkout, tmp_path):
+    copy = tmp_path / "sparse_aot"
+    shutil.copytree(checkout / "sparse_aot", copy, ignore=shutil.ignore_patterns("*.so"))
+    command = [sys.executable, "-E", "-S", "-c", "import sparse_aot"]  # nor those of an installed package
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"ImportError: {copy} has the sources of sparse_aot without its compiled extensions" in done.stderr
+    assert "`pip install -e .`" in done.stderr and done.stderr.count("Traceback") == 1
 
 
 def test_test_extra_holds_every_build_requirement():

@@ -222,7 +222,7 @@ def test_an_architecture_that_the_bundle_does_not_have_is_refused(monkeypatch):
 
 def test_without_the_simulator_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(sim, "find_simulator", lambda: None)
-    with pytest.raises(NotImplementedError, match=r"arrays on the host: .*pip install 'sparse-aot\[sim\]'"):
+    with pytest.raises(NotImplementedError, match=r"arrays on the host: .*pip install ./tools/ptxsim"):
         call()
 
 

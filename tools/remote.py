@@ -34,6 +34,7 @@ SANITIZED = [  # few launches each: a sanitizer makes a kernel up to a thousand 
     "tests/gpu/test_attention.py::test_tokens_and_page_table_rows_past_the_batch_are_padding",
     "tests/gpu/test_attention.py::test_temperature_lse_matches_the_reference[16-bfloat16]",
 ]
+IN_ONE_PROCESS = ["-o", "addopts=--strict-markers"]  # not in several, as pyproject.toml says; needs no pytest-xdist
 OUR_SYMBOLS = "sparse_aot_"  # in the name of every kernel of the bundle; torch's own are not instrumented
 PROFILED = ["--q2k-pattern", "sink", "--warmup", "2", "--iters", "1", "--cuda-profiler-capture"]
 
@@ -50,7 +51,7 @@ def verify(out: Path) -> Iterator[Command]:
 
 
 def test(out: Path) -> Iterator[Command]:
-    arguments = ["-q", "-m", "gpu", "tests/gpu", "--durations=15", f"--junitxml={out / 'test.xml'}"]
+    arguments = [*IN_ONE_PROCESS, "-q", "-m", "gpu", "tests/gpu", "--durations=15", f"--junitxml={out / 'test.xml'}"]
     # A kernel that hangs: say which test it was, and end.
     arguments += ["-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true"]
     yield [sys.executable, "-m", "pytest", *arguments], {}
@@ -68,7 +69,10 @@ def sanitize(out: Path) -> Iterator[Command]:
         # cuda-bindings probes the driver for entry points that an older one does not have: no error of ours.
         sanitizer += ["--report-api-errors", "no", "--error-exitcode", "1", "--print-limit", "20"]
         # One allocation a tensor, so that memcheck sees where each ends.
-        yield [*sanitizer, sys.executable, "-m", "pytest", "-q", *SANITIZED], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        yield (
+            [*sanitizer, sys.executable, "-m", "pytest", *IN_ONE_PROCESS, "-q", *SANITIZED],
+            {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )
 
 
 def profile(out: Path) -> Iterator[Command]:

@@ -28,5 +28,6 @@ def pytest_collection_modifyitems(items):
     no_device = not _cuda_is_available()
     for item in mine:
         item.add_marker("gpu")
+        item.add_marker(pytest.mark.xdist_group("gpu"))  # one worker has the device to itself
         if no_device:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -7,31 +7,59 @@ import shutil
 import sys
 import tempfile
 import tomllib
+from email import message_from_string
 from pathlib import Path
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+PTX = HERE / "ptxsim" / "ptx.zip"  # of a source distribution
+IN_CHECKOUT = (ROOT / "aot").is_dir() and not PTX.exists()
+
+
+def read_version():
+    """The version of sparse_aot, whose kernels these are."""
+    if IN_CHECKOUT:
+        return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    return message_from_string((HERE / "PKG-INFO").read_text())["Version"]
+
+
+def compile_ptx(target):
+    """Write the PTX of the kernels to the file ``target``."""
+    sys.path.insert(0, str(ROOT))
+    from aot.build import build, select_from_environment
+
+    with tempfile.TemporaryDirectory() as directory:
+        print(f"PTX: {build(select_from_environment(), Path(directory), ptx=True)}")
+        shutil.copy2(Path(directory, PTX.name), target)
 
 
 class BuildPy(build_py):
-    """Also compiles the engine and the kernels."""
+    """Also compiles the engine, and in a checkout the kernels."""
 
     def run(self):
         super().run()
-        sys.path[:0] = [str(ROOT), str(HERE)]
+        sys.path.insert(0, str(HERE))
         from ptxsim.build import build as build_engine
-
-        from aot.build import PTX, build, select_from_environment
 
         target = Path(self.build_lib, "ptxsim")
         shutil.copy2(build_engine(), target)
-        with tempfile.TemporaryDirectory() as directory:
-            print(f"PTX: {build(select_from_environment(), Path(directory), ptx=True)}")
-            shutil.copy2(Path(directory, PTX), target)
+        if IN_CHECKOUT:
+            compile_ptx(target / PTX.name)
+
+
+class SourceDistribution(sdist):
+    """Also packs the engine's sources and the kernels' PTX, so that it installs where there is no checkout."""
+
+    def make_release_tree(self, base_dir, files):
+        sources = [str(path.relative_to(HERE)) for path in sorted(HERE.glob("ptxsim/src/*"))]
+        super().make_release_tree(base_dir, sorted({*files, *sources} - {"ptxsim/_engine.so"}))
+        if IN_CHECKOUT:
+            compile_ptx(Path(base_dir, "ptxsim", PTX.name))
 
 
 class Wheel(bdist_wheel):
@@ -48,7 +76,7 @@ class BinaryDistribution(Distribution):
 
 if __name__ == "__main__":  # the build's worker processes import this file anew
     setup(
-        version=tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
+        version=read_version(),
         distclass=BinaryDistribution,
-        cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel},
+        cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel, "sdist": SourceDistribution},
     )
