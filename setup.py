@@ -64,15 +64,15 @@ def extensions():
     return cythonize(
         [
             Extension(
-                f"sparse_aot.{source.stem}",
-                [f"sparse_aot/{source.name}"],
-                include_dirs=["sparse_aot", str(cuda_h.locate().parent), str(headers)],
+                ".".join(source.with_suffix("").parts),
+                [str(source)],
+                include_dirs=[str(cuda_h.locate().parent), str(headers)],
                 language="c++",  # cydriver's declarations are C++ from cuda-bindings 13.5 on
                 # Neither symbols nor the paths of the machine that built it.
                 extra_compile_args=["-g0", f"-ffile-prefix-map={ROOT}=."],
                 extra_link_args=["-s"],
             )
-            for source in sorted(ROOT.glob("sparse_aot/*.pyx"))
+            for source in sorted(path.relative_to(ROOT) for path in ROOT.glob("sparse_aot/**/*.pyx"))
         ],
         build_dir="build/cython",
     )

@@ -6,18 +6,17 @@ Importing this needs no GPU, no driver and no array framework; a kernel is loade
 from sparse_aot import sim
 
 try:
-    from sparse_aot._attention import sparse_atten_func
+    from sparse_aot.msa import Schedule, build_k2q_csr, prepare_sparse_fwd_schedule_and_split, sparse_atten_func
 except ModuleNotFoundError as error:
-    if error.name != "sparse_aot._attention":
+    if not (error.name or "").startswith("sparse_aot."):
         raise
     raise ImportError(
         f"{__path__[0]} has the sources of sparse_aot without its compiled extensions, and comes before an installed "
         "package where Python starts in that checkout: start elsewhere, or `pip install -e .` there"
     ) from None
-from sparse_aot._bundle import BundleError, preload
-from sparse_aot._csr import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
-from sparse_aot._driver import CudaError
-from sparse_aot._schedule import Schedule
+from sparse_aot._core._driver import CudaError
+from sparse_aot._core._kernel import preload
+from sparse_aot._core.bundle import BundleError
 
 __all__ = [
     "BundleError",

@@ -38,6 +38,14 @@ class Schedule:
     def target_q_per_cta(self) -> int: ...
     @property
     def work_capacity(self) -> int: ...
+    @property
+    def qhead_per_kv(self) -> int: ...
+    @property
+    def total_rows(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def csr_digest(self) -> int | None: ...
 
 def build_k2q_csr(
     q2k_indices: Any,
@@ -62,7 +70,7 @@ def prepare_sparse_fwd_schedule_and_split(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     total_q: int,
-    max_seqlen_q: int | None,
+    max_seqlen_q: int | None = None,
     topk: int,
     head_kv: int,
     qhead_per_kv: int,
@@ -77,19 +85,20 @@ def sparse_atten_func(
     v: Any,
     k2q_row_ptr: Any,
     k2q_q_indices: Any,
-    topk: int,
+    topk: int | None = None,
     *,
+    topK: int | None = None,
     blk_kv: int = 128,
     causal: bool = False,
     softmax_scale: float | None = None,
     lse_temperature_scale: float = 1.0,
     return_temperature_lse: bool = False,
-    partial_dtype: Any = "float32",
+    partial_dtype: Any = "bfloat16",
     return_softmax_lse: bool = False,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     page_table: Any = None,
     seqused_k: Any = None,
     schedule: Schedule | None = None,
@@ -98,6 +107,7 @@ def sparse_atten_func(
     q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    usable_SM_count: int | None = None,
     out: Any = None,
     lse: Any = None,
     stream: Any = None,

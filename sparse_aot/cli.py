@@ -4,12 +4,12 @@ import argparse
 import json
 import os
 import signal
-import struct
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from sparse_aot import _bundle, _driver, sim
-from sparse_aot._cubin import read_layout
+from sparse_aot import sim
+from sparse_aot._core import _driver, bundle
+from sparse_aot.verify import print_verified
 
 
 def main(argv=None):
@@ -49,16 +49,13 @@ def run(argv):
 
         sim.options.check()
         return run_demo()
-    except (
-        RuntimeError,
-        sim.OptionError,
-    ) as error:  # BundleError, CudaError, SimulationError, a simulator that does not compile
+    except (RuntimeError, sim.OptionError) as error:  # of the bundle, CUDA, a simulation, a simulator's compilation
         print(f"sparse-aot: {error}", file=sys.stderr)
         return 1
 
 
 def print_info(as_json):
-    bundle = _bundle.get_bundle()
+    found = bundle.get_bundle()
     devices, cuda_error = [], None
     try:
         devices = _driver.describe_devices()
@@ -67,11 +64,11 @@ def print_info(as_json):
     info = {
         "version": _installed("sparse_aot"),
         "bundle": {
-            "folder": str(bundle.folder),
-            "package_version": bundle.manifest["package_version"],
-            "dsl_version": bundle.manifest["dsl_version"],
-            "architectures": bundle.architectures,
-            "configurations": [f"{entry['arch']}/{entry['name']}" for entry in bundle.configurations],
+            "folder": str(found.folder),
+            "package_version": found.manifest["package_version"],
+            "dsl_version": found.manifest["dsl_version"],
+            "architectures": found.architectures,
+            "configurations": [f"{entry['arch']}/{entry['name']}" for entry in found.configurations],
         },
         "cuda_bindings_version": _installed("cuda-bindings"),
         "driver_version": _driver.driver_version(),
@@ -82,16 +79,16 @@ def print_info(as_json):
                 "name": device.name,
                 "compute_capability": "{}.{}".format(*device.capability),
                 "multiprocessors": device.multiprocessors,
-                "architecture": bundle.architecture(device),
+                "architecture": found.architecture(device),
             }
             for device in devices
         ],
-        "simulator": sim.is_installed() and sim.find_ptx(bundle) is not None,
+        "simulator": sim.is_installed() and sim.find_ptx(found) is not None,
     }
     if as_json:
         print(json.dumps(info, indent=2))
     else:
-        print_text(info, bundle)
+        print_text(info, found)
     if cuda_error:
         print(f"sparse-aot: {cuda_error}", file=sys.stderr)
     return 1 if cuda_error else 0
@@ -122,49 +119,6 @@ def _installed(distribution):
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def print_verified():
-    bundle = _bundle.get_bundle()
-    damage = list(find_damage(bundle))
-    print_damage(bundle.folder, "cubins", bundle, damage)
-    if ptx := sim.find_ptx(bundle):
-        ptx_damage = list(find_ptx_damage(bundle))
-        print_damage(ptx, "kernels' PTX", bundle, ptx_damage)
-        damage += ptx_damage
-    return 1 if damage else 0
-
-
-def print_damage(where, what, bundle, damage):
-    for problem in damage:
-        print(problem, file=sys.stderr)
-    print(f"{where}: {len(bundle.configurations)} {what}, {len(damage)} damaged")
-
-
-def find_ptx_damage(bundle):
-    """One message for each kernel whose PTX is not what its cubin was assembled from."""
-    for entry in bundle.configurations:
-        try:
-            sim.read_ptx(bundle, entry)
-        except _bundle.BundleError as error:
-            yield str(error)
-
-
-def find_damage(bundle):
-    """One message for each cubin whose hash, size or parameter layout is not what it has to be; it names the file."""
-    for entry in bundle.configurations:
-        try:
-            bundle.check_layout(entry)
-            layout = read_layout(bundle.read(entry), entry["symbol"])
-        except _bundle.BundleError as error:
-            yield str(error)
-            continue
-        except (ValueError, struct.error) as error:
-            yield f"{bundle.folder / entry['file']}: {error}"
-            continue
-        listed = [(param["offset"], param["size"]) for param in entry["params"]]
-        if layout != listed:
-            yield f"{bundle.folder / entry['file']}: parameters at (offset, size) {layout}, the manifest has {listed}"
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ import warnings
 
 import numpy as np
 
-from sparse_aot import _bundle, _driver, build_k2q_csr, sim, sparse_atten_func
-from sparse_aot.cli import find_damage
+from sparse_aot import build_k2q_csr, sim, sparse_atten_func
+from sparse_aot._core import _driver
+from sparse_aot._core.bundle import BundleError, get_bundle
+from sparse_aot.verify import find_damage
 
 BLK_KV = 128
 LENGTHS_Q = (150, 0, 90)
@@ -19,10 +21,10 @@ HEAD_DIM = 128
 
 def run_demo():
     """Run what this machine can; returns the exit status, which is 0 only where the attention ran."""
-    bundle = _bundle.get_bundle()
+    bundle = get_bundle()
     damage = list(find_damage(bundle))
     if damage:
-        raise _bundle.BundleError(damage[0])
+        raise BundleError(damage[0])
     print(
         f"bundle: {len(bundle.configurations)} cubins for {', '.join(bundle.architectures)}, hashes and layouts right"
     )

@@ -156,7 +156,7 @@ def read_ptx(bundle, entry):
     """The PTX that the cubin of a configuration was assembled from; raises BundleError where there is none."""
     import zipfile  # not at the top: calls on a device have no use for it
 
-    from sparse_aot._bundle import BundleError
+    from sparse_aot._core.bundle import BundleError
 
     name = _name(entry)
     path = find_ptx(bundle)
@@ -177,7 +177,7 @@ def read_ptx(bundle, entry):
 
 def load(bundle, entry):
     """The module of a configuration's PTX, parsed on its first use; raises BundleError where it is not the cubin's."""
-    from sparse_aot._bundle import BundleError
+    from sparse_aot._core.bundle import BundleError
 
     name = _name(entry)
     if name in modules:
@@ -193,7 +193,7 @@ def load(bundle, entry):
 
 def run(entry, grid, params, memory):
     """Run a kernel to its end, on the bytes of each parameter; see ``ptxsim.Module.launch``."""
-    from sparse_aot._bundle import get_bundle
+    from sparse_aot._core.bundle import get_bundle
 
     return load(get_bundle(), entry).launch(
         entry["symbol"],

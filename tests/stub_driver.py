@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 
 from aot import build
-from sparse_aot._bundle import SIGNATURES
 
 TESTS = Path(__file__).resolve().parent
 REAL_BUNDLE = TESTS.parent / "cubins"
@@ -107,7 +106,7 @@ COMBINE_PARAMS = {
 def write_bundle(folder):
     """A bundle in which every cubin is a few bytes: the forward for sm_90a, everything else for both architectures.
 
-    The parameters of forward and combine are written down here; those of the other kernels are what the launcher packs.
+    The parameters of forward and combine are written down here; those of the other kernels are what they really take.
     """
     folder = Path(folder)
     entries = []
@@ -134,10 +133,7 @@ def write_bundle(folder):
                 entries.append(
                     entry | {"threads": 128, "smem_bytes": 0, "work_per_cta": 8, "pdl": True, "walks": False}
                 )
-        for operation, signature in SIGNATURES.items():
-            if operation in ("fwd", "combine"):
-                continue
-            params = {param: _KINDS[kind] for param, kind in signature}
+        for operation, params in _other_kernels().items():
             for options in ({}, *({"topk": topk} for topk in TOPK)):
                 name = operation + "".join(f"-topk{topk}" for topk in options.values())
                 entry = _entry(folder, arch, name, operation, options, params, 0, {})
@@ -146,6 +142,16 @@ def write_bundle(folder):
                 )
     write_manifest(folder, entries)
     return folder
+
+
+def _other_kernels():
+    """Operation -> the parameters of its kernels, in the bundle of this checkout, but for forward and combine."""
+    entries = json.loads((REAL_BUNDLE / "manifest.json").read_text())["configurations"]
+    return {
+        entry["operation"]: {param["name"]: _KINDS[param["kind"]] for param in entry["params"]}
+        for entry in entries
+        if entry["operation"] not in ("fwd", "combine")
+    }
 
 
 def _entry(folder, arch, name, operation, options, params, offset, boxes):

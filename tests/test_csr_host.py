@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from stub_driver import ImmutableArray
 
-from sparse_aot._csr import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
-from sparse_aot._csr_host import walks
+from sparse_aot import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
+from sparse_aot.msa._csr_host import walks
 
 BLOCK = 128
 WALK_ROWS = 128  # query rows of a group

@@ -6,7 +6,8 @@ import pytest
 from stub_driver import REAL_BUNDLE, read_manifest, write_bundle, write_manifest
 
 from aot import build
-from sparse_aot import BundleError, _bundle, cli
+from sparse_aot import BundleError, cli, verify
+from sparse_aot._core import bundle as bundles
 
 
 @pytest.fixture
@@ -51,9 +52,9 @@ def test_any_value_that_changed_since_the_build_is_refused(folder):
         before = (folder / "manifest.json").read_text()
         rewrite(folder, change)
         with pytest.raises(BundleError, match="changed since it was built"):
-            _bundle.Bundle(folder)
+            bundles.Bundle(folder)
         (folder / "manifest.json").write_text(before)
-    _bundle.Bundle(folder)
+    bundles.Bundle(folder)
 
 
 @pytest.mark.parametrize("change", ["an entry less", "an entry twice", "another order", "another field"])
@@ -71,17 +72,17 @@ def test_entries_that_changed_since_the_build_are_refused(folder, change):
 
     rewrite(folder, edit)
     with pytest.raises(BundleError, match="changed since it was built"):
-        _bundle.Bundle(folder)
+        bundles.Bundle(folder)
 
 
 def test_the_layout_of_the_text_may_change(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(dict(reversed(manifest.items())), indent=3))
-    _bundle.Bundle(folder)
+    bundles.Bundle(folder)
 
 
 def test_verify_fails_where_a_launch_fact_changed_or_there_is_no_configuration(folder, monkeypatch, capsys):
-    monkeypatch.setattr(_bundle, "get_bundle", lambda: _bundle.Bundle(folder))
+    monkeypatch.setattr(verify, "get_bundle", lambda: bundles.Bundle(folder))
     rewrite(folder, lambda manifest: manifest["configurations"][0].update(threads=256))
     assert cli.main(["verify"]) == 1
     assert capsys.readouterr().err.startswith(f"sparse-aot: {folder / 'manifest.json'}: changed since")
@@ -104,7 +105,7 @@ def test_a_number_that_no_kernel_can_have_is_refused(folder, name, value):
     entries[3][name] = value
     write_manifest(folder, entries)
     with pytest.raises(BundleError, match=rf"configuration 3: expected {name} .*, got {value}"):
-        _bundle.Bundle(folder)
+        bundles.Bundle(folder)
 
 
 @pytest.mark.parametrize(
@@ -127,18 +128,18 @@ def test_a_file_outside_the_bundles_folder_is_refused(folder, file):
     entries[0]["file"] = file
     write_manifest(folder, entries)
     with pytest.raises(BundleError, match="configuration 0: expected file to be a path below the bundle's folder"):
-        _bundle.Bundle(folder)
+        bundles.Bundle(folder)
 
 
 @pytest.mark.parametrize("schema", [build.SCHEMA - 1, build.SCHEMA + 1])
 def test_another_schema_is_an_error_that_names_both_numbers(folder, schema):
     rewrite(folder, lambda manifest: manifest.update(schema=schema))
-    with pytest.raises(BundleError, match=f"expected manifest schema {_bundle.SCHEMA}, got {schema}: another version"):
-        _bundle.Bundle(folder)
+    with pytest.raises(BundleError, match=f"expected manifest schema {bundles.SCHEMA}, got {schema}: another version"):
+        bundles.Bundle(folder)
 
 
 def test_the_schema_that_is_built_is_the_one_that_is_read():
-    assert build.SCHEMA == _bundle.SCHEMA
+    assert build.SCHEMA == bundles.SCHEMA
 
 
 @pytest.mark.skipif(not (REAL_BUNDLE / "manifest.json").exists(), reason="no bundle built")

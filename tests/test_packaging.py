@@ -198,9 +198,9 @@ def test_simulator_builds_with_the_versions_that_the_package_builds_with():
 def test_installed_simulator_has_the_ptx_of_the_installed_bundle(installed, simulator_wheel, tmp_path):
     run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", tmp_path, simulator_wheel)
     script = (
-        "import sys\nfrom sparse_aot import _bundle, sim\n"
+        "import sys\nfrom sparse_aot import sim\nfrom sparse_aot._core.bundle import get_bundle\n"
         "assert str(sim.find_simulator().__file__).startswith(sys.argv[1])\n"
-        "bundle = _bundle.get_bundle()\n"
+        "bundle = get_bundle()\n"
         "for entry in bundle.configurations: sim.load(bundle, entry)\n"
         "print(sorted(sim.modules))"
     )

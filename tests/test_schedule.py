@@ -13,8 +13,8 @@ from calls import Call
 from stub_driver import DeviceArray, on_stub, run_python
 
 from sparse_aot import Schedule, build_k2q_csr, prepare_sparse_fwd_schedule_and_split, sim, sparse_atten_func
-from sparse_aot._schedule import _restore
-from sparse_aot._validate import check_schedule
+from sparse_aot.msa._schedule import _restore
+from sparse_aot.msa.validate import check_schedule
 
 ARRAYS = ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries")
 WALK_PLAN = ("walk_blocks", "walk_counts", "walk_totals")

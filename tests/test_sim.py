@@ -14,7 +14,7 @@ from calls import Call
 from stub_driver import REAL_BUNDLE, DeviceArray, PlainArray, on_stub
 
 from sparse_aot import BundleError, build_k2q_csr, sim, sparse_atten_func
-from sparse_aot._bundle import Bundle
+from sparse_aot._core.bundle import Bundle
 
 pytestmark = pytest.mark.skipif(not (REAL_BUNDLE / "ptx.zip").exists(), reason="no bundle built in this checkout")
 

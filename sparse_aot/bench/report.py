@@ -10,7 +10,7 @@ import torch
 import triton
 from cuda.bindings import driver
 
-from sparse_aot import _bundle
+from sparse_aot._core.bundle import get_bundle
 from sparse_aot.bench.measure import Result
 
 
@@ -23,7 +23,7 @@ def environment(argv: Sequence[str]) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cudnn": str(torch.backends.cudnn.version()),
-        "sparse_aot": _bundle.get_bundle().manifest["package_version"],
+        "sparse_aot": get_bundle().manifest["package_version"],
     }
 
 

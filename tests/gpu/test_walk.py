@@ -30,7 +30,7 @@ def shared_case(lens_q=LENS_Q, lens_k=LENS_K, head_kv=2, topk=4, seed=0, **optio
 
 
 def walked(schedule, g):
-    from sparse_aot._csr_host import walks
+    from sparse_aot.msa._csr_host import walks
 
     blocks, selected = (int(x) for x in schedule.walk_totals.cpu())
     return walks(blocks, selected, 128 // g)

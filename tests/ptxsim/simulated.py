@@ -10,8 +10,9 @@ import pytest
 import torch
 from reference import Case, assert_lse_close, assert_out_close
 
-from sparse_aot import _csr_host, build_k2q_csr, sim, sparse_atten_func
-from sparse_aot._bundle import get_bundle
+from sparse_aot import build_k2q_csr, sim, sparse_atten_func
+from sparse_aot._core.bundle import get_bundle
+from sparse_aot.msa._csr_host import walks as plan_walks
 
 HOPPER, BLACKWELL = ("sm_90a",), ("sm_100f",)
 WALKING = HOPPER  # architectures whose forward walks where the plan asks for it
@@ -168,7 +169,7 @@ def attention(
     with simulation(arch=arch, multiprocessors=ctas, **options) as launches:
         plan = build(case)
         if walks is not None:
-            assert _csr_host.walks(*plan[2].walk_totals, 128 // case.qhead_per_kv) == walks
+            assert plan_walks(*plan[2].walk_totals, 128 // case.qhead_per_kv) == walks
         if change is not None:
             change(*plan)
             plan = (*plan[:2], without_digest(plan[2]))

@@ -9,8 +9,8 @@ from reference import BLOCK
 from selections import WALK_ARRAYS, Selection, any_selection, assert_same, random_selection
 from simulated import ATTENTION, SEEDS, TOPK, G, simulation
 
-from sparse_aot._bundle import get_bundle
-from sparse_aot._csr_host import walks
+from sparse_aot._core.bundle import get_bundle
+from sparse_aot.msa._csr_host import walks
 
 
 def neighbours():

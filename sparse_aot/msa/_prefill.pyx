@@ -4,47 +4,54 @@ import os
 import warnings
 
 from cuda.bindings cimport cydriver
-from libc.math cimport isfinite, sqrt
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t, uintptr_t
+from libc.math cimport sqrt
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
-from sparse_aot._bundle cimport Kernel, MapFormat, encode_tensor_map, get_kernel, register_signature
-from sparse_aot._dlpack cimport (
-    BFLOAT16,
-    FLOAT32,
-    INT32,
-    Buffer,
-    Call,
-    View,
+from sparse_aot._core._call cimport Buffer, Call, open_call
+from sparse_aot._core._checks cimport (
     boolean,
     check_alignment,
     check_contiguous,
     check_dtype,
     check_extent,
-    check_last_dim_contiguous,
+    check_int32,
     check_rank,
+    check_steps,
     check_writable,
     dtype_name,
-    element_count,
     integer,
-    open_call,
+    name_of_dtype,
+    positive,
 )
-from sparse_aot._driver cimport check, is_capturing
-from sparse_aot._overlap cimport Bounds, bounds_of, check_apart, check_no_overlap_within, meets
-from sparse_aot._schedule cimport Schedule, digest_csr
-from sparse_aot._trace cimport Trace, begin, note, tracing
+from sparse_aot._core._dlpack cimport BFLOAT16, FLOAT32, INT32, View
+from sparse_aot._core._driver cimport check, is_capturing
+from sparse_aot._core._kernel cimport Kernel, get_kernel
+from sparse_aot._core._overlap cimport Bounds, bounds_of, check_apart, check_no_overlap_within, meets
+from sparse_aot._core._trace cimport Trace, begin, note, tracing
+from sparse_aot.msa._kv cimport (
+    HEAD_DIM,
+    KeysValues,
+    check_kv_batch,
+    check_tiles,
+    encode_kv,
+    encode_queries,
+    heads_per_kv,
+    read_kv,
+    set_kv,
+)
+from sparse_aot.msa._schedule cimport Schedule, digest_csr
+from sparse_aot.msa._values cimport N_TENSOR_MAPS, Values, set_float32
 
-from sparse_aot._csr import prepare_sparse_fwd_schedule_and_split
-from sparse_aot._validate import check_schedule, validate_attention
+from sparse_aot.msa._csr import prepare_sparse_fwd_schedule_and_split
+from sparse_aot.msa.validate import check_schedule, validate_attention
 
 
 cdef enum:
     BLK_KV = 128
-    HEAD_DIM = 128
     MAX_TOTAL_Q = 1 << 24  # a token number has 24 bits in qsplit_indices
     WORKSPACE_ALIGNMENT = 256
 
-cdef tuple HEADS_PER_KV = (1, 2, 4, 8, 16)
 cdef tuple TOPK = (4, 8, 16, 32)
 
 # (dtype of q, dtype of k and v) -> the (qk_dtype, pv_dtype) that it is computed in, the default first.
@@ -56,87 +63,17 @@ cdef dict PARTIAL_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 cdef bint _warned_of_g = False
 cdef bint _validate = os.environ.get("SPARSE_AOT_VALIDATE") == "1"
 
-register_signature(
-    "fwd",
-    (
-        ("q_map", "tensor_map"),
-        ("k_map", "tensor_map"),
-        ("v_map", "tensor_map"),
-        ("q", "pointer"),
-        ("k2q_row_ptr", "pointer"),
-        ("qsplit_indices", "pointer"),
-        ("scheduler_metadata", "pointer"),
-        ("work_count", "pointer"),
-        ("work_counter", "pointer"),
-        ("cu_seqlens_q", "pointer"),
-        ("cu_seqlens_k", "pointer"),
-        ("seqused_k", "pointer"),
-        ("page_table", "pointer"),
-        ("walk_blocks", "pointer"),
-        ("walk_counts", "pointer"),
-        ("walk_totals", "pointer"),
-        ("partial_out", "pointer"),
-        ("partial_lse", "pointer"),
-        ("partial_lse_temperature", "pointer"),
-        ("out", "pointer"),
-        ("lse", "pointer"),
-        ("lse_temperature", "pointer"),
-        ("q_stride_token", "int64"),
-        ("q_stride_head", "int64"),
-        ("out_stride_token", "int64"),
-        ("out_stride_head", "int64"),
-        ("lse_stride_token", "int64"),
-        ("lse_stride_head", "int64"),
-        ("page_table_stride", "int64"),
-        ("max_pages", "int32"),
-        ("kv_extent", "int32"),
-        ("batch", "int32"),
-        ("total_q", "int32"),
-        ("head_kv", "int32"),
-        ("total_rows", "int32"),
-        ("topk", "int32"),
-        ("work_capacity", "int32"),
-        ("causal", "int32"),
-        ("softmax_scale", "float32"),
-        ("lse_temperature_scale", "float32"),
-    ),
-)
-register_signature(
-    "combine",
-    (
-        ("partial_out", "pointer"),
-        ("partial_lse", "pointer"),
-        ("partial_lse_temperature", "pointer"),
-        ("split_counts", "pointer"),
-        ("split_entries", "pointer"),
-        ("walk_totals", "pointer"),
-        ("out", "pointer"),
-        ("lse", "pointer"),
-        ("lse_temperature", "pointer"),
-        ("out_stride_token", "int64"),
-        ("out_stride_head", "int64"),
-        ("lse_stride_token", "int64"),
-        ("lse_stride_head", "int64"),
-        ("total_q", "int32"),
-        ("head_kv", "int32"),
-        ("qhead_per_kv", "int32"),
-    ),
-)
-
 
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 # What one call works on, once it is known to be right.
 cdef struct Problem:
     View q
-    View k
-    View v
+    KeysValues kv
     View row_ptr
     View q_indices
     View cu_seqlens_q
     View cu_seqlens_k
-    View page_table  # data NULL: flat K and V
-    View seqused_k  # data NULL: lengths come from cu_seqlens_k
     View out
     View lse  # data NULL: not wanted
     View lse_temperature  # likewise
@@ -150,16 +87,6 @@ cdef struct Problem:
     float lse_temperature_scale
 
 
-cdef str _name_of_dtype(str name, object dtype):
-    """The name of a dtype given by name or by any object whose name ends in one."""
-    if isinstance(dtype, str):
-        return dtype
-    found = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
-    if not isinstance(found, str):
-        raise TypeError(f"{name}: expected the name of a dtype, got {dtype!r}")
-    return found.rpartition(".")[2]
-
-
 cdef tuple _mma_dtypes(const View* q, const View* k, object qk_dtype, object pv_dtype):
     choices = MMA_DTYPES.get((q.dtype, k.dtype))
     if choices is None:
@@ -171,8 +98,8 @@ cdef tuple _mma_dtypes(const View* q, const View* k, object qk_dtype, object pv_
     if qk_dtype is None and pv_dtype is None:
         return choices[0]
     wanted = (
-        choices[0][0] if qk_dtype is None else _name_of_dtype("qk_dtype", qk_dtype),
-        choices[0][1] if pv_dtype is None else _name_of_dtype("pv_dtype", pv_dtype),
+        choices[0][0] if qk_dtype is None else name_of_dtype("qk_dtype", qk_dtype),
+        choices[0][1] if pv_dtype is None else name_of_dtype("pv_dtype", pv_dtype),
     )
     if wanted not in choices:
         supported = ", ".join(f"{qk} / {pv}" for qk, pv in choices)
@@ -184,49 +111,10 @@ cdef tuple _mma_dtypes(const View* q, const View* k, object qk_dtype, object pv_
 
 
 cdef str _partial_dtype(object partial_dtype):
-    name = _name_of_dtype("partial_dtype", partial_dtype)
+    name = name_of_dtype("partial_dtype", partial_dtype)
     if name not in PARTIAL_DTYPES:
         raise NotImplementedError(f"partial_dtype: got {name!r}; supported: {', '.join(PARTIAL_DTYPES)}")
     return name
-
-
-cdef float _positive(str name, object value) except? -1:
-    cdef float number
-    try:
-        number = value
-    except OverflowError:
-        number = float("inf")
-    except TypeError:
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
-    if not (isfinite(number) and number > 0.0):  # as the kernels get it: in float32
-        raise ValueError(f"{name}: expected a positive finite number, got {value}")
-    return number
-
-
-cdef int _check_int32(str name, const View* view, int ndim) except -1:
-    check_rank(name, view, ndim)
-    check_dtype(name, view, INT32)
-    return check_alignment(name, view, 4)
-
-
-cdef int _check_steps(str name, const View* view, int n_dims, int64_t multiple) except -1:
-    """The strides of the first ``n_dims`` dimensions; that of a dimension of one element says nothing."""
-    cdef int dim
-    for dim in range(n_dims if element_count(view) else 0):
-        if view.shape[dim] > 1 and (view.strides[dim] <= 0 or view.strides[dim] % multiple):
-            raise ValueError(
-                f"{name}: expected a positive stride that is a multiple of {multiple} elements in dimension {dim}, got "
-                f"{view.strides[dim]}"
-            )
-    return 0
-
-
-cdef int _check_tiles(str name, const View* view) except -1:
-    """What TMA takes, besides rank and dtype: 16-byte aligned rows of contiguous elements."""
-    check_extent(name, view, view.ndim - 1, HEAD_DIM, "head dimension")
-    check_last_dim_contiguous(name, view)
-    check_alignment(name, view, 16)
-    return _check_steps(name, view, view.ndim - 1, 8)
 
 
 cdef int _read_problem(
@@ -234,73 +122,40 @@ cdef int _read_problem(
     object cu_seqlens_k, object page_table, object seqused_k, int topk,
 ) except -1:
     """Read the arrays that every call has (q is read already) and check each, and all against each other."""
-    cdef int dim
-    call.read("k", k, &p.k)
-    call.read("v", v, &p.v)
+    check_rank("q", &p.q, 3)
+    check_tiles("q", &p.q)
+    read_kv(call, &p.kv, k, v, page_table, seqused_k)
     call.read("k2q_row_ptr", k2q_row_ptr, &p.row_ptr)
     call.read("k2q_q_indices", k2q_q_indices, &p.q_indices)
     call.read("cu_seqlens_q", cu_seqlens_q, &p.cu_seqlens_q)
     call.read("cu_seqlens_k", cu_seqlens_k, &p.cu_seqlens_k)
 
-    check_rank("q", &p.q, 3)
-    check_dtype("v", &p.v, p.k.dtype)
-    _check_tiles("q", &p.q)
-    if page_table is None:
-        if p.k.ndim == 4:
-            raise ValueError("page_table: missing; k of 4 dimensions is a paged cache [num_pages, Hkv, 128, 128]")
-        check_rank("k", &p.k, 3)
-    else:
-        check_rank("k", &p.k, 4)
-        check_extent("k", &p.k, 2, BLK_KV, "keys of a page")
-    check_rank("v", &p.v, p.k.ndim)
-    for dim in range(p.k.ndim):
-        check_extent("v", &p.v, dim, p.k.shape[dim], "as k")
-    _check_tiles("k", &p.k)
-    _check_tiles("v", &p.v)
-
     if p.q.shape[0] >= MAX_TOTAL_Q:
         raise ValueError(f"q: expected fewer than {MAX_TOTAL_Q} tokens, got {p.q.shape[0]}")
-    if p.k.shape[1] == 0 or p.q.shape[1] % p.k.shape[1]:
-        raise ValueError(f"q: expected a multiple of k's {p.k.shape[1]} heads, got {p.q.shape[1]} heads")
-    if p.q.shape[1] // p.k.shape[1] not in HEADS_PER_KV:
-        raise NotImplementedError(
-            f"q: got {p.q.shape[1] // p.k.shape[1]} query heads a KV head ({p.q.shape[1]} / {p.k.shape[1]}); "
-            f"supported: {', '.join(map(str, HEADS_PER_KV))}"
-        )
     p.topk = topk
     p.total_q = p.q.shape[0]
-    p.head_kv = p.k.shape[1]
-    p.g = p.q.shape[1] // p.k.shape[1]
+    p.head_kv = p.kv.head_kv
+    p.g = heads_per_kv(&p.q, &p.kv)
 
-    _check_int32("k2q_row_ptr", &p.row_ptr, 2)
+    check_int32("k2q_row_ptr", &p.row_ptr, 2)
     check_extent("k2q_row_ptr", &p.row_ptr, 0, p.head_kv, "KV heads: dimension 0 of q2k_indices [Hkv, total_q, topk]")
     if p.row_ptr.shape[1] == 0:
         raise ValueError("k2q_row_ptr: expected [Hkv, total_rows + 1], got 0 in dimension 1")
     check_contiguous("k2q_row_ptr", &p.row_ptr)
-    _check_int32("k2q_q_indices", &p.q_indices, 2)
+    check_int32("k2q_q_indices", &p.q_indices, 2)
     check_extent("k2q_q_indices", &p.q_indices, 0, p.head_kv, "KV heads")
     check_extent("k2q_q_indices", &p.q_indices, 1, <int64_t>p.total_q * topk, "total_q * topk")
     check_contiguous("k2q_q_indices", &p.q_indices)
 
-    _check_int32("cu_seqlens_q", &p.cu_seqlens_q, 1)
+    check_int32("cu_seqlens_q", &p.cu_seqlens_q, 1)
     check_contiguous("cu_seqlens_q", &p.cu_seqlens_q)
     if p.cu_seqlens_q.shape[0] < 2:
         raise ValueError(f"cu_seqlens_q: expected B + 1 >= 2 elements, got {p.cu_seqlens_q.shape[0]}")
     p.batch = p.cu_seqlens_q.shape[0] - 1
-    _check_int32("cu_seqlens_k", &p.cu_seqlens_k, 1)
+    check_int32("cu_seqlens_k", &p.cu_seqlens_k, 1)
     check_extent("cu_seqlens_k", &p.cu_seqlens_k, 0, p.batch + 1, "B + 1 of cu_seqlens_q")
     check_contiguous("cu_seqlens_k", &p.cu_seqlens_k)
-    if page_table is not None:
-        call.read("page_table", page_table, &p.page_table)
-        _check_int32("page_table", &p.page_table, 2)
-        check_extent("page_table", &p.page_table, 0, p.batch, "B of cu_seqlens_q")
-        check_last_dim_contiguous("page_table", &p.page_table)
-        _check_steps("page_table", &p.page_table, 1, 1)
-    if seqused_k is not None:
-        call.read("seqused_k", seqused_k, &p.seqused_k)
-        _check_int32("seqused_k", &p.seqused_k, 1)
-        check_extent("seqused_k", &p.seqused_k, 0, p.batch, "B of cu_seqlens_q")
-        check_contiguous("seqused_k", &p.seqused_k)
+    check_kv_batch(&p.kv, p.batch)
     return 0
 
 
@@ -317,7 +172,7 @@ cdef int _read_out(Call call, Problem* p, object out) except -1:
     check_dtype("out", &p.out, BFLOAT16)
     check_extent("out", &p.out, 0, p.total_q, "total_q")
     check_extent("out", &p.out, 1, p.q.shape[1], "Hq")
-    _check_tiles("out", &p.out)
+    check_tiles("out", &p.out)
     return check_writable("out", &p.out)
 
 
@@ -328,7 +183,7 @@ cdef int _read_lse(Call call, Problem* p, object lse) except -1:
     check_extent("lse", &p.lse, 0, p.total_q, "total_q")
     check_extent("lse", &p.lse, 1, p.q.shape[1], "Hq")
     check_alignment("lse", &p.lse, 4)
-    _check_steps("lse", &p.lse, 2, 1)
+    check_steps("lse", &p.lse, 2, 1)
     return check_writable("lse", &p.lse)
 
 
@@ -341,16 +196,16 @@ cdef int _check_apart(str name, const View* view, Problem* p, Schedule schedule)
     cdef Bounds bounds = bounds_of(view)
     check_no_overlap_within(name, view)
     _apart(name, view, &bounds, "q", &p.q)
-    _apart(name, view, &bounds, "k", &p.k)
-    _apart(name, view, &bounds, "v", &p.v)
+    _apart(name, view, &bounds, "k", &p.kv.k)
+    _apart(name, view, &bounds, "v", &p.kv.v)
     _apart(name, view, &bounds, "k2q_row_ptr", &p.row_ptr)
     _apart(name, view, &bounds, "k2q_q_indices", &p.q_indices)
     _apart(name, view, &bounds, "cu_seqlens_q", &p.cu_seqlens_q)
     _apart(name, view, &bounds, "cu_seqlens_k", &p.cu_seqlens_k)
-    if p.page_table.data is not NULL:
-        _apart(name, view, &bounds, "page_table", &p.page_table)
-    if p.seqused_k.data is not NULL:
-        _apart(name, view, &bounds, "seqused_k", &p.seqused_k)
+    if p.kv.page_table.data is not NULL:
+        _apart(name, view, &bounds, "page_table", &p.kv.page_table)
+    if p.kv.seqused_k.data is not NULL:
+        _apart(name, view, &bounds, "seqused_k", &p.kv.seqused_k)
     if schedule is None:
         return 0
     _apart(name, view, &bounds, "schedule.scheduler_metadata", &schedule.metadata_view)
@@ -404,13 +259,13 @@ cdef int _validate_values(Call call, Problem* p, object max_seqlen_q, object max
         topk=p.topk,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        kv_shape=tuple([p.k.shape[dim] for dim in range(p.k.ndim)]),
+        kv_shape=tuple([p.kv.k.shape[dim] for dim in range(p.kv.k.ndim)]),
         cu_seqlens_q=call.to_host("cu_seqlens_q", &p.cu_seqlens_q),
         cu_seqlens_k=call.to_host("cu_seqlens_k", &p.cu_seqlens_k),
         k2q_row_ptr=call.to_host("k2q_row_ptr", &p.row_ptr),
         k2q_q_indices=call.to_host("k2q_q_indices", &p.q_indices),
-        page_table=call.to_host("page_table", &p.page_table) if p.page_table.ndim else None,
-        seqused_k=call.to_host("seqused_k", &p.seqused_k) if p.seqused_k.ndim else None,
+        page_table=call.to_host("page_table", &p.kv.page_table) if p.kv.page_table.ndim else None,
+        seqused_k=call.to_host("seqused_k", &p.kv.seqused_k) if p.kv.seqused_k.ndim else None,
     )
     return 0
 
@@ -488,7 +343,7 @@ cdef Kernel _forward_kernel(Call call, Problem* p, tuple mma, str partial, bint 
             "fwd",
             {
                 "q": dtype_name(p.q.dtype),
-                "kv": dtype_name(p.k.dtype),
+                "kv": dtype_name(p.kv.k.dtype),
                 "qk": mma[0],
                 "pv": mma[1],
                 "g": p.g,
@@ -506,32 +361,6 @@ cdef Kernel _combine_kernel(Call call, Problem* p, str partial):
     if kernel is None:
         kernel = _combine_kernels[key] = get_kernel(call.device, "combine", {"partial": partial, "topk": p.topk})
     return <Kernel>kernel
-
-
-cdef inline uint64_t _step(const View* view, int dim) noexcept:
-    """A stride in bytes; that of a dimension of one element can be anything, so one that the driver takes."""
-    return <uint64_t>(view.strides[dim] if view.shape[dim] > 1 else HEAD_DIM) * 2
-
-
-cdef int _encode_queries(cydriver.CUtensorMap* out, const MapFormat* format, Problem* p) except -1:
-    """A row of 128 elements is two halves of 64, what one swizzled line of shared memory holds."""
-    cdef uint64_t rows = min(p.g, 8)
-    cdef uint64_t head = _step(&p.q, 1)
-    cdef uint64_t[5] dims = [64, rows, 2, <uint64_t>p.q.shape[1] // rows, <uint64_t>p.total_q]
-    cdef uint64_t[4] strides = [head, 128, rows * head, _step(&p.q, 0)]
-    return encode_tensor_map(out, format, p.q.data, dims, strides, "q")
-
-
-cdef int _encode_keys(cydriver.CUtensorMap* out, const MapFormat* format, const View* view, str name) except -1:
-    """Keys or values: a flat tensor is one page of total_k tokens."""
-    cdef bint paged = view.ndim == 4
-    cdef uint64_t tokens = view.shape[2] if paged else view.shape[0]
-    cdef uint64_t pages = view.shape[0] if paged else 1
-    cdef uint64_t page = _step(view, 0) if paged else HEAD_DIM * 2
-    cdef uint64_t token = _step(view, 2 if paged else 0)
-    cdef uint64_t[5] dims = [64, tokens, 2, <uint64_t>view.shape[1], pages]
-    cdef uint64_t[4] strides = [token, 128, _step(view, 1), page]
-    return encode_tensor_map(out, format, view.data, dims, strides, name)
 
 
 cdef inline size_t _aligned(size_t n_bytes) noexcept:
@@ -559,10 +388,62 @@ cdef int _note_traversal(Schedule schedule, bint walks, bint planned) except -1:
     return note(f"block-outer, the walk plan is for qhead_per_kv={schedule.qhead_per_kv}")
 
 
+cdef int _set_values(Values* v, const Problem* p, Schedule schedule) except -1:
+    """What the kernels are told of the arguments and the schedule."""
+    memset(v, 0, sizeof(v[0]))
+    v.q = <int64_t>p.q.data
+    v.q_stride_token = p.q.strides[0]
+    v.q_stride_head = p.q.strides[1]
+    set_kv(v, &p.kv)
+    v.cu_seqlens_q = <int64_t>p.cu_seqlens_q.data
+    v.cu_seqlens_k = <int64_t>p.cu_seqlens_k.data
+    v.row_ptr = v.k2q_row_ptr = <int64_t>p.row_ptr.data
+    v.out = <int64_t>p.out.data
+    v.out_stride_token = p.out.strides[0]
+    v.out_stride_head = p.out.strides[1]
+    v.lse = <int64_t>p.lse.data
+    v.lse_stride_token = p.lse.strides[0]
+    v.lse_stride_head = p.lse.strides[1]
+    v.lse_temperature = <int64_t>p.lse_temperature.data
+    v.batch = p.batch
+    v.total_q = p.total_q
+    v.head_kv = p.head_kv
+    v.qhead_per_kv = p.g
+    v.topk = p.topk
+    v.total_rows = p.row_ptr.shape[1] - 1
+    v.causal = p.causal
+    set_float32(&v.softmax_scale, p.softmax_scale)
+    set_float32(&v.lse_temperature_scale, p.lse_temperature_scale)
+
+    v.scheduler_metadata = <int64_t>schedule.metadata_view.data
+    v.work_count = <int64_t>schedule.work_count_view.data
+    v.qsplit_indices = <int64_t>schedule.qsplit_view.data
+    v.split_counts = <int64_t>schedule.split_counts_view.data
+    v.split_entries = <int64_t>schedule.split_entries_view.data
+    v.work_capacity = schedule.work_capacity
+    return 0
+
+
+cdef int _plan_walk(Call call, const Problem* p, Values* v, Schedule schedule, Kernel forward) except -1:
+    """Let the forward walk where the schedule's plan is for this G; whether it does is decided on the device."""
+    cdef bint walks = forward.takes("walk_totals")
+    if schedule.qhead_per_kv != p.g:
+        _warn_of_g(p, schedule)
+    elif walks:
+        v.walk_blocks = <int64_t>schedule.walk_blocks_view.data
+        v.walk_counts = <int64_t>schedule.walk_counts_view.data
+        v.walk_totals = <int64_t>schedule.walk_totals_view.data
+        if schedule.walk_totals_memory is not None:
+            call.hold(schedule.walk_totals_memory)
+    if tracing:
+        _note_traversal(schedule, walks, v.walk_totals != 0)
+    return 0
+
+
 cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partial) except -1:
     cdef bint temperature = p.lse_temperature.data is not NULL
     # Without a key, or without a selected block, there is nothing to compute: combine sees split counts of 0.
-    cdef bint has_work = p.k.shape[0] > 0 and schedule.work_capacity > 0
+    cdef bint has_work = p.kv.k.shape[0] > 0 and schedule.work_capacity > 0
     cdef size_t rows = <size_t>p.total_q * p.head_kv * p.topk * p.g
     cdef size_t out_bytes = _aligned(rows * HEAD_DIM * (4 if PARTIAL_DTYPES[partial] == FLOAT32 else 2))
     cdef size_t lse_bytes = _aligned(rows * 4)
@@ -571,112 +452,39 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
     cdef Buffer workspace = call.scratch(
         out_bytes + lse_bytes * (2 if temperature else 1) + 4 + WORKSPACE_ALIGNMENT - 1
     )
-    cdef uintptr_t base = _aligned(<uintptr_t>workspace.view.data)
-    cdef void* partial_out = <void*>base
-    cdef void* partial_lse = <void*>(base + out_bytes)
-    cdef void* partial_lse_temperature = <void*>(base + out_bytes + lse_bytes) if temperature else NULL
-    cdef void* work_counter = <void*>(base + out_bytes + lse_bytes * (2 if temperature else 1))
-    cdef cydriver.CUtensorMap q_map
-    cdef cydriver.CUtensorMap k_map
-    cdef cydriver.CUtensorMap v_map
-    cdef int64_t page_table_stride = p.page_table.strides[0]
-    cdef int32_t max_pages = p.page_table.shape[1]
-    cdef int32_t kv_extent = min(p.k.shape[0], <int64_t>INT32_MAX)  # pages, or tokens of a flat tensor
-    cdef int32_t total_rows = p.row_ptr.shape[1] - 1
-    cdef int32_t work_capacity = schedule.work_capacity
-    cdef void* walk_totals = NULL  # no walk
-    cdef (void*)[40] forward_params = [
-        &q_map,
-        &k_map,
-        &v_map,
-        &p.q.data,
-        &p.row_ptr.data,
-        &schedule.qsplit_view.data,
-        &schedule.metadata_view.data,
-        &schedule.work_count_view.data,
-        &work_counter,
-        &p.cu_seqlens_q.data,
-        &p.cu_seqlens_k.data,
-        &p.seqused_k.data,
-        &p.page_table.data,
-        &schedule.walk_blocks_view.data,
-        &schedule.walk_counts_view.data,
-        &walk_totals,
-        &partial_out,
-        &partial_lse,
-        &partial_lse_temperature,
-        &p.out.data,
-        &p.lse.data,
-        &p.lse_temperature.data,
-        &p.q.strides[0],
-        &p.q.strides[1],
-        &p.out.strides[0],
-        &p.out.strides[1],
-        &p.lse.strides[0],
-        &p.lse.strides[1],
-        &page_table_stride,
-        &max_pages,
-        &kv_extent,
-        &p.batch,
-        &p.total_q,
-        &p.head_kv,
-        &total_rows,
-        &p.topk,
-        &work_capacity,
-        &p.causal,
-        &p.softmax_scale,
-        &p.lse_temperature_scale,
-    ]
-    cdef (void*)[16] combine_params = [
-        &partial_out,
-        &partial_lse,
-        &partial_lse_temperature,
-        &schedule.split_counts_view.data,
-        &schedule.split_entries_view.data,
-        &walk_totals,
-        &p.out.data,
-        &p.lse.data,
-        &p.lse_temperature.data,
-        &p.out.strides[0],
-        &p.out.strides[1],
-        &p.lse.strides[0],
-        &p.lse.strides[1],
-        &p.total_q,
-        &p.head_kv,
-        &p.g,
-    ]
+    cdef Values v
+    cdef cydriver.CUtensorMap[N_TENSOR_MAPS] maps
     cdef int64_t combine_work = <int64_t>p.total_q * p.head_kv * p.g
     cdef cydriver.CUresult memset_result = cydriver.CUDA_SUCCESS
     cdef cydriver.CUresult forward_result = cydriver.CUDA_SUCCESS
     cdef cydriver.CUresult combine_result = cydriver.CUDA_SUCCESS
+    _set_values(&v, p, schedule)
+    v.partial_out = <int64_t>_aligned(<uintptr_t>workspace.view.data)
+    v.partial_lse = v.partial_out + out_bytes
+    v.work_counter = v.partial_lse + lse_bytes
+    if temperature:
+        v.partial_lse_temperature = v.work_counter
+        v.work_counter += lse_bytes
     if has_work:
         forward = _forward_kernel(call, p, mma, partial, temperature)
-        _encode_queries(&q_map, &forward.maps[0], p)
-        _encode_keys(&k_map, &forward.maps[1], &p.k, "k")
-        _encode_keys(&v_map, &forward.maps[2], &p.v, "v")
-        if schedule.qhead_per_kv != p.g:
-            _warn_of_g(p, schedule)
-        elif forward.walks:
-            walk_totals = schedule.walk_totals_view.data
-            if schedule.walk_totals_memory is not None:
-                call.hold(schedule.walk_totals_memory)
-        if tracing:
-            _note_traversal(schedule, forward.walks, walk_totals is not NULL)
+        encode_queries(maps, forward, &p.q, p.g)
+        encode_kv(maps, forward, &p.kv)
+        _plan_walk(call, p, &v, schedule, forward)
     elif tracing:
         note("no keys or no selected blocks, so combine alone")
     if call.on_host:
         _reach_schedule(call, schedule)
         if has_work:
-            call.set_words(<int64_t>work_counter, 0, 1)
-            forward.simulate(call, 0, forward_params)
-        return combine.simulate(call, combine_work, combine_params)
+            call.set_words(v.work_counter, 0, 1)
+            forward.simulate(call, 0, <int64_t*>&v, maps)
+        return combine.simulate(call, combine_work, <int64_t*>&v, maps)
     with nogil:
         if has_work:
-            memset_result = cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>work_counter, 0, 1, call.stream)
+            memset_result = cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>v.work_counter, 0, 1, call.stream)
             if memset_result == cydriver.CUDA_SUCCESS:
-                forward_result = forward.enqueue(call, 0, forward_params)
+                forward_result = forward.enqueue(call, 0, <int64_t*>&v, maps)
         if memset_result == cydriver.CUDA_SUCCESS and forward_result == cydriver.CUDA_SUCCESS:
-            combine_result = combine.enqueue(call, combine_work, combine_params)
+            combine_result = combine.enqueue(call, combine_work, <int64_t*>&v, maps)
     if memset_result != cydriver.CUDA_SUCCESS:
         check(memset_result, f"cuMemsetD32Async of the work counter of {forward.name}")
     if forward_result != cydriver.CUDA_SUCCESS:
@@ -821,15 +629,15 @@ def sparse_atten_func(
     p.causal = boolean("causal", causal)
     p.softmax_scale = 1.0 / sqrt(<double>HEAD_DIM)
     if softmax_scale is not None:
-        p.softmax_scale = _positive("softmax_scale", softmax_scale)
-    p.lse_temperature_scale = _positive("lse_temperature_scale", lse_temperature_scale)
+        p.softmax_scale = positive("softmax_scale", softmax_scale)
+    p.lse_temperature_scale = positive("lse_temperature_scale", lse_temperature_scale)
     partial = _partial_dtype(partial_dtype)
     _read_problem(
         call, &p, k, v, k2q_row_ptr, k2q_q_indices, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, n_topk
     )
-    mma = _mma_dtypes(&p.q, &p.k, qk_dtype, pv_dtype)
+    mma = _mma_dtypes(&p.q, &p.kv.k, qk_dtype, pv_dtype)
     if q_scale is not None or k_scale is not None or v_scale is not None:
-        _refuse_scales(&p.k, q_scale, k_scale, v_scale)
+        _refuse_scales(&p.kv.k, q_scale, k_scale, v_scale)
     if out is not None:
         _read_out(call, &p, out)
     if lse is not None:

@@ -8,7 +8,8 @@ interval. With strides that nest, as those of views of one buffer do, that is at
 
 from libc.stdint cimport int64_t
 
-from sparse_aot._dlpack cimport MAX_RANK, View, element_count
+from sparse_aot._core._checks cimport element_count
+from sparse_aot._core._dlpack cimport MAX_RANK
 
 
 cdef enum:

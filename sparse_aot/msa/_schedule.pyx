@@ -2,17 +2,9 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 
-from sparse_aot._dlpack cimport (
-    CPU,
-    INT32,
-    INT64,
-    check_alignment,
-    check_contiguous,
-    check_dtype,
-    check_in_place,
-    check_rank,
-    open_call,
-)
+from sparse_aot._core._call cimport open_call
+from sparse_aot._core._checks cimport check_alignment, check_contiguous, check_dtype, check_rank
+from sparse_aot._core._dlpack cimport CPU, INT32, INT64
 
 
 cdef class Schedule:

@@ -6,7 +6,8 @@
     Schedule.__new__(Schedule)                             a disabled one: enabled False, arrays None, numbers 0
 """
 
-from sparse_aot._dlpack cimport Call, View
+from sparse_aot._core._call cimport Call
+from sparse_aot._core._dlpack cimport View, check_in_place
 
 
 cdef class Schedule:

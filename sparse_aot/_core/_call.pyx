@@ -16,19 +16,37 @@ neither on its context nor on its stream: both may be destroyed by then.
 """
 
 import collections
-import operator
 import sys
 
 import numpy
 
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
+from cpython.pycapsule cimport PyCapsule_IsValid, PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport Py_DECREF
 from cuda.bindings cimport cydriver
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcpy, memset
 
-from sparse_aot._driver cimport (
+from sparse_aot._core._checks cimport dtype_name, element_count
+from sparse_aot._core._dlpack cimport (
+    BFLOAT16,
+    CPU,
+    CUDA,
+    FLOAT32,
+    MAX_RANK,
+    UINT8,
+    DLManagedTensor,
+    DLTensor,
+    device_of,
+    export_capsule,
+    fill_view,
+    producer_of,
+    read_capsule,
+    read_exchange,
+    read_numpy,
+    where_text,
+)
+from sparse_aot._core._driver cimport (
     check,
     context_of,
     enter,
@@ -56,194 +74,6 @@ cdef extern from "<stdlib.h>":
 
 cdef enum:
     HOST_ALIGNMENT = 256  # as the driver's allocator has it
-    READ_ONLY = 1  # a flag of DLPack
-
-
-cdef dict _DTYPE_NAMES = {
-    INT32: "int32",
-    INT64: "int64",
-    UINT8: "uint8",
-    FLOAT16: "float16",
-    FLOAT32: "float32",
-    BFLOAT16: "bfloat16",
-    FLOAT8_E4M3FN: "float8_e4m3fn",
-}
-cdef dict _NUMPY_DTYPES = {"bfloat16": BFLOAT16, "float8_e4m3fn": FLOAT8_E4M3FN}  # those of ml_dtypes, by NumPy's name
-cdef dict _CODE_NAMES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-cdef tuple _VERSION = (1, 3)  # the DLPack version that this file is written to
-cdef tuple _HOST_TYPES = (CPU, 3)  # plain and pinned host memory
-cdef tuple _IMMUTABLE = ("jax", "jaxlib", "tensorflow")  # modules whose arrays are values; they export them as writable
-
-
-# Producers ------------------------------------------------------------------------------------------------------------
-
-cdef dict _producers = {}  # type -> Producer; keeps the types alive, so their addresses are not reused
-cdef Producer _last_producer = None
-
-
-cdef DLPackExchangeAPI* _exchange_api(object kind) except? NULL:
-    cdef DLPackExchangeAPI* api
-    capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
-    if capsule is None or not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
-        return NULL
-    api = <DLPackExchangeAPI*>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
-    while api is not NULL and api.version.major != 1:
-        api = api.prev_api
-    return api
-
-
-cdef Producer _producer_of(object array):
-    global _last_producer
-    cdef Producer producer = _last_producer
-    kind = type(array)
-    if producer is not None and producer.kind is kind:
-        return producer
-    producer = <Producer>_producers.get(kind)
-    if producer is None:
-        producer = Producer.__new__(Producer)
-        producer.kind = kind
-        producer.api = _exchange_api(kind)
-        producer.root = "numpy" if issubclass(kind, numpy.ndarray) else kind.__module__.partition(".")[0]
-        producer.allocates = producer.api is not NULL or producer.root in ("numpy", "cupy")
-        producer.immutable = producer.root in _IMMUTABLE
-        _producers[kind] = producer
-    _last_producer = producer
-    return producer
-
-
-# Reading --------------------------------------------------------------------------------------------------------------
-
-cdef int _fill(str name, const DLTensor* tensor, View* view) except -1:
-    cdef int dim
-    cdef int64_t stride = 1
-    if tensor.ndim > MAX_RANK:
-        raise ValueError(f"{name}: expected at most {MAX_RANK} dimensions, got {tensor.ndim}")
-    view.data = <char*>tensor.data + tensor.byte_offset if tensor.data is not NULL else NULL
-    view.device = tensor.device
-    view.dtype = tensor.dtype.code << 8 | tensor.dtype.bits if tensor.dtype.lanes == 1 else -1
-    view.ndim = tensor.ndim
-    view.readonly = False
-    for dim in range(tensor.ndim - 1, -1, -1):
-        view.shape[dim] = tensor.shape[dim]
-        view.strides[dim] = tensor.strides[dim] if tensor.strides is not NULL else stride
-        stride *= tensor.shape[dim]
-    if tensor.data is NULL and stride != 0:  # torch: a fake tensor, or one whose storage was freed
-        raise ValueError(f"{name}: expected an array with memory, got none behind shape {shape_text(view)}")
-    if tensor.device.device_type in (CPU, 3):
-        view.device.device_type = CPU
-        view.device.device_id = 0
-    return 0
-
-
-cdef object _unreadable(str name, object error):
-    """The error for an array that its own type does not hand out: sparse, on no device, of another byte order."""
-    reason = str(error).partition("\n")[0]  # torch appends a backtrace
-    kind = TypeError if isinstance(error, TypeError) else ValueError
-    return kind(f"{name}: expected an array that can be read over DLPack: {reason}")
-
-
-cdef int _read_exchange(str name, Producer producer, object array, View* view) except -1:
-    cdef DLTensor tensor
-    cdef DLManagedTensorVersioned* managed = NULL
-    try:
-        if producer.api.dltensor_from_py_object_no_sync is not NULL:
-            producer.api.dltensor_from_py_object_no_sync(<void*>array, &tensor)
-        else:
-            producer.api.managed_tensor_from_py_object_no_sync(<void*>array, &managed)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise _unreadable(name, error) from error
-    if managed is NULL:
-        return _fill(name, &tensor, view)
-    try:
-        _fill(name, &managed.dl_tensor, view)
-        view.readonly = managed.flags & READ_ONLY
-    finally:
-        managed.deleter(managed)
-    return 0
-
-
-cdef int _read_capsule(str name, object capsule, View* view) except -1:
-    """A capsule that is never renamed to "used_..." deletes its tensor itself when the last reference goes."""
-    cdef DLManagedTensorVersioned* versioned
-    if PyCapsule_IsValid(capsule, "dltensor_versioned"):
-        versioned = <DLManagedTensorVersioned*>PyCapsule_GetPointer(capsule, "dltensor_versioned")
-        if versioned.version.major != 1:
-            raise ValueError(f"{name}: expected DLPack version 1.x, got {versioned.version.major}")
-        _fill(name, &versioned.dl_tensor, view)
-        view.readonly = versioned.flags & READ_ONLY
-        return 0
-    if PyCapsule_IsValid(capsule, "dltensor"):
-        return _fill(name, &(<DLManagedTensor*>PyCapsule_GetPointer(capsule, "dltensor")).dl_tensor, view)
-    raise TypeError(f"{name}: __dlpack__ returned {type(capsule).__name__}, expected a DLPack capsule")
-
-
-cdef object _export(str name, object array, object stream):
-    try:
-        try:
-            return array.__dlpack__(stream=stream, max_version=_VERSION, copy=False)
-        except TypeError:  # a producer older than DLPack 1.0
-            return array.__dlpack__(stream=stream)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise _unreadable(name, error) from error
-
-
-cdef tuple _device_of(str name, object array):
-    try:
-        device_type, device_id = array.__dlpack_device__()
-        return int(device_type), int(device_id)
-    except AttributeError:
-        raise TypeError(
-            f"{name}: expected an array that speaks DLPack (__dlpack__, __dlpack_device__), got {type(array).__name__}"
-        ) from None
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise _unreadable(name, error) from error
-
-
-cdef str _where(int device_type, int device_id):
-    if device_type in _HOST_TYPES:
-        return "the host"
-    return f"cuda:{device_id}" if device_type == CUDA else f"DLPack device ({device_type}, {device_id})"
-
-
-class _Writable:
-    """The memory of a read-only NumPy array, as writable: NumPy before 2.1 does not export any other over DLPack."""
-
-    def __init__(self, array):
-        address, _ = array.__array_interface__["data"]
-        self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}
-
-
-cdef int _read_numpy(str name, object array, View* view) except -1:
-    """An array of a dtype of ml_dtypes goes as integers of the same size and byte order, whose strides are the same."""
-    cdef int dtype = _NUMPY_DTYPES.get(array.dtype.name, 0)
-    cdef bint readonly = not array.flags.writeable
-    if isinstance(array, numpy.ma.MaskedArray):
-        raise TypeError(f"{name}: expected an array without a mask, which DLPack does not have, got a masked array")
-    if dtype:
-        array = array.view(numpy.dtype(f"u{array.dtype.itemsize}").newbyteorder(array.dtype.byteorder))
-    if readonly:
-        array = numpy.asarray(_Writable(array))
-    capsule = _export(name, array, None)
-    _read_capsule(name, capsule, view)
-    view.readonly = readonly
-    if dtype:
-        view.dtype = dtype
-    return 0
-
-
-cdef int check_in_place(str name, object array, const View* view) except -1:
-    """Arrays of other types than these cannot be resized in place."""
-    cdef Producer producer = _producer_of(array)
-    cdef View now
-    if producer.api is not NULL:
-        _read_exchange(name, producer, array, &now)
-    elif producer.root == "numpy":
-        _read_numpy(name, array, &now)
-    else:
-        return 0
-    if (now.data != view.data and element_count(view)) or memcmp(now.shape, view.shape, view.ndim * sizeof(int64_t)):
-        raise ValueError(f"{name}: expected the memory that it had at first, it was resized or replaced since")
-    return 0
 
 
 # One public call ------------------------------------------------------------------------------------------------------
@@ -268,20 +98,17 @@ cdef int _release_retired() except -1:
 
 cdef Call open_call(str name, object array, View* view, object stream):
     cdef Call call = Call.__new__(Call)
-    cdef Producer producer = _producer_of(array)
+    cdef Producer producer = producer_of(array)
     cdef void* current = NULL
     cdef bint known = producer.api is not NULL  # whether the producer's current stream is known
     call.producer = producer
     call.name = name
     call.like = array
     if known:
-        _read_exchange(name, producer, array, view)
+        read_exchange(name, producer, array, view)
         call.where = view.device
     else:
-        call.where.device_type, call.where.device_id = _device_of(name, array)
-        if call.where.device_type in _HOST_TYPES:
-            call.where.device_type = CPU
-            call.where.device_id = 0
+        call.where = device_of(name, array)
     if call.where.device_type == CPU:
         call.on_host = call.ordered = True
         call.memory = []
@@ -293,8 +120,7 @@ cdef Call open_call(str name, object array, View* view, object stream):
             call.read(name, array, view)
         return call
     if call.where.device_type != CUDA:
-        where = _where(call.where.device_type, call.where.device_id)
-        raise ValueError(f"{name}: expected an array on a CUDA device or on the host, got {where}")
+        raise ValueError(f"{name}: expected an array on a CUDA device or on the host, got {where_text(call.where)}")
 
     call.device = get_device(call.where.device_id)
     call.home = enter(call.device, &call.pushed)
@@ -329,7 +155,7 @@ cdef int _enter_stream(Call call) except -1:
     push(call.context, &call.pushed)
     check(cydriver.cuCtxGetDevice(&handle), "cuCtxGetDevice")
     if handle != call.device.handle:
-        raise ValueError(f"stream: expected one of {_where(CUDA, call.device.ordinal)}, got one of {_where(CUDA, handle)}")
+        raise ValueError(f"stream: expected one of cuda:{call.device.ordinal}, got one of cuda:{handle}")
     return 0
 
 
@@ -351,24 +177,22 @@ cdef class Call:
         if isinstance(array, Buffer):  # of a call that this one is made for
             view[0] = (<Buffer>array).view
             return self.reach(name, view) if self.on_host else 0
-        producer = _producer_of(array)
+        producer = producer_of(array)
         if producer.api is not NULL:
-            _read_exchange(name, producer, array, view)
+            read_exchange(name, producer, array, view)
         else:
-            device_type, device_id = _device_of(name, array)
-            view.device.device_type = CPU if device_type in _HOST_TYPES else device_type
-            view.device.device_id = 0 if device_type in _HOST_TYPES else device_id
+            view.device = device_of(name, array)
         if view.device.device_type != self.where.device_type or view.device.device_id != self.where.device_id:
             raise ValueError(
-                f"{name}: expected an array on {_where(self.where.device_type, self.where.device_id)}, like the first "
-                f"argument, got one on {_where(view.device.device_type, view.device.device_id)}"
+                f"{name}: expected an array on {where_text(self.where)}, like the first "
+                f"argument, got one on {where_text(view.device)}"
             )
         if producer.api is NULL:
             if producer.root == "numpy":
-                _read_numpy(name, array, view)
+                read_numpy(name, array, view)
             else:
-                capsule = _export(name, array, None if self.on_host else <uintptr_t>self.stream)
-                _read_capsule(name, capsule, view)
+                capsule = export_capsule(name, array, None if self.on_host else <uintptr_t>self.stream)
+                read_capsule(name, capsule, view)
                 if not self.on_host and producer.root != "cupy":
                     self.hold(capsule)
         elif producer.api is not self.producer.api and not self.on_host:
@@ -406,16 +230,16 @@ cdef class Call:
         prototype.byte_offset = 0
         if self.producer.api is not NULL:
             self.producer.api.managed_tensor_allocator(&prototype, &buffer.managed, NULL, _set_error)
-            _fill("result", &buffer.managed.dl_tensor, &buffer.view)
+            fill_view("result", &buffer.managed.dl_tensor, &buffer.view)
         elif self.producer.root == "numpy":
-            buffer.array = numpy.empty(tuple([shape[dim] for dim in range(ndim)]), dtype=_DTYPE_NAMES[dtype])
-            _read_numpy("result", buffer.array, &buffer.view)
+            buffer.array = numpy.empty(tuple([shape[dim] for dim in range(ndim)]), dtype=dtype_name(dtype))
+            read_numpy("result", buffer.array, &buffer.view)
         elif self.producer.root == "cupy":
-            buffer.array = _cupy_empty(self, tuple([shape[dim] for dim in range(ndim)]), _DTYPE_NAMES[dtype])
-            _read_capsule("result", _export("result", buffer.array, -1), &buffer.view)
+            buffer.array = _cupy_empty(self, tuple([shape[dim] for dim in range(ndim)]), dtype_name(dtype))
+            read_capsule("result", export_capsule("result", buffer.array, -1), &buffer.view)
         else:
             buffer.pooled = _allocate(self, &prototype)
-            _fill("result", &buffer.pooled.dl_tensor, &buffer.view)
+            fill_view("result", &buffer.pooled.dl_tensor, &buffer.view)
         if self.on_host:
             self.reach("scratch" if dtype == UINT8 else "result", &buffer.view)
             if self.device is not None:  # so that what a kernel fails to write shows
@@ -439,7 +263,7 @@ cdef class Call:
         prototype.dtype.lanes = 1
         prototype.shape = &n_bytes
         buffer.pooled = _allocate(self, &prototype)
-        _fill("scratch", &buffer.pooled.dl_tensor, &buffer.view)
+        fill_view("scratch", &buffer.pooled.dl_tensor, &buffer.view)
         return buffer
 
     cdef object to_host(self, str name, const View* view):
@@ -702,96 +526,3 @@ cdef class Buffer:
             capsule = PyCapsule_New(&pooled.legacy, "dltensor", _drop_legacy)
         self.pooled = NULL
         return capsule
-
-
-# Checks ---------------------------------------------------------------------------------------------------------------
-
-cdef int64_t integer(str name, object value, int64_t low, int64_t high) except? -1:
-    if not isinstance(value, int):
-        try:
-            value = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
-    if not low <= value <= high:
-        raise ValueError(f"{name}: expected an integer from {low} to {high}, got {value}")
-    return value
-
-
-cdef bint boolean(str name, object value) except? -1:
-    if value is False:
-        return False
-    if value is True:
-        return True
-    if not (isinstance(value, (int, numpy.bool_, numpy.integer)) and (value == 0 or value == 1)):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
-    return value == 1
-
-
-cdef str dtype_name(int dtype):
-    if dtype in _DTYPE_NAMES:
-        return _DTYPE_NAMES[dtype]
-    return f"{_CODE_NAMES.get(dtype >> 8, 'DLPack type code %d bits ' % (dtype >> 8))}{dtype & 0xFF}"
-
-
-cdef str shape_text(const View* view):
-    return str([view.shape[dim] for dim in range(view.ndim)])
-
-
-cdef int64_t element_count(const View* view) noexcept nogil:
-    cdef int dim
-    cdef int64_t count = 1
-    for dim in range(view.ndim):
-        count *= view.shape[dim]
-    return count
-
-
-cdef int check_rank(str name, const View* view, int ndim) except -1:
-    if view.ndim != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimensions, got {view.ndim} (shape {shape_text(view)})")
-    return 0
-
-
-cdef int check_dtype(str name, const View* view, int dtype) except -1:
-    if view.dtype != dtype:
-        raise TypeError(f"{name}: expected dtype {dtype_name(dtype)}, got {dtype_name(view.dtype)}")
-    return 0
-
-
-cdef int check_extent(str name, const View* view, int dim, int64_t extent, str meaning) except -1:
-    if view.shape[dim] != extent:
-        raise ValueError(
-            f"{name}: expected {extent} in dimension {dim} ({meaning}), got {view.shape[dim]} (shape "
-            f"{shape_text(view)})"
-        )
-    return 0
-
-
-cdef int check_contiguous(str name, const View* view) except -1:
-    cdef int dim
-    cdef int64_t stride = 1
-    for dim in range(view.ndim - 1, -1, -1):
-        if view.shape[dim] != 1 and view.strides[dim] != stride and element_count(view):
-            strides = [view.strides[dim] for dim in range(view.ndim)]
-            raise ValueError(f"{name}: expected a contiguous array, got strides {strides} for shape {shape_text(view)}")
-        stride *= view.shape[dim]
-    return 0
-
-
-cdef int check_last_dim_contiguous(str name, const View* view) except -1:
-    cdef int dim = view.ndim - 1
-    # NumPy gives empty arrays strides of 0.
-    if view.shape[dim] > 1 and view.strides[dim] != 1 and element_count(view):
-        raise ValueError(f"{name}: expected a contiguous last dimension, got stride {view.strides[dim]}")
-    return 0
-
-
-cdef int check_writable(str name, const View* view) except -1:
-    if view.readonly:
-        raise ValueError(f"{name}: expected a writable array, got a read-only one")
-    return 0
-
-
-cdef int check_alignment(str name, const View* view, int n_bytes) except -1:
-    if <uintptr_t>view.data % n_bytes:
-        raise ValueError(f"{name}: expected an address aligned to {n_bytes} bytes, got {<uintptr_t>view.data:#x}")
-    return 0

@@ -7,8 +7,26 @@ from cuda.bindings cimport cydriver
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from sparse_aot._bundle cimport Kernel, get_kernel, register_signature
-from sparse_aot._csr_host cimport (
+from sparse_aot._core._call cimport Buffer, Call, open_call
+from sparse_aot._core._checks cimport (
+    boolean,
+    check_alignment,
+    check_choice,
+    check_contiguous,
+    check_dtype,
+    check_extent,
+    check_last_dim_contiguous,
+    check_rank,
+    check_writable,
+    integer,
+    shape_text,
+)
+from sparse_aot._core._dlpack cimport INT32, INT64, View
+from sparse_aot._core._driver cimport check, is_capturing
+from sparse_aot._core._kernel cimport Kernel, get_kernel
+from sparse_aot._core._overlap cimport check_apart
+from sparse_aot._core._trace cimport Trace, begin, note, tracing
+from sparse_aot.msa._csr_host cimport (
     BLOCK,
     TOKEN_BITS,
     WALK_CAP,
@@ -26,28 +44,8 @@ from sparse_aot._csr_host cimport (
     plan_schedule,
     split_csr,
 )
-from sparse_aot._dlpack cimport (
-    INT32,
-    INT64,
-    Buffer,
-    Call,
-    View,
-    boolean,
-    check_alignment,
-    check_contiguous,
-    check_dtype,
-    check_extent,
-    check_last_dim_contiguous,
-    check_rank,
-    check_writable,
-    integer,
-    open_call,
-    shape_text,
-)
-from sparse_aot._driver cimport check, is_capturing
-from sparse_aot._overlap cimport check_apart
-from sparse_aot._schedule cimport Schedule, digest_csr, make_schedule
-from sparse_aot._trace cimport Trace, begin, note, tracing
+from sparse_aot.msa._schedule cimport Schedule, digest_csr, make_schedule
+from sparse_aot.msa._values cimport Values
 
 from sparse_aot import sim
 
@@ -57,7 +55,6 @@ cdef bint _validate = os.environ.get("SPARSE_AOT_VALIDATE") == "1"
 cdef enum:
     MAX_ROWS = 1 << 26
     MAX_HEADS = 4096
-    MAX_PARAMS = 18
     MAX_PARTS = 11  # of launch_build without a schedule
     # What a CTA covers: entries (smxx_sort.py, smxx_csr.py), rows (CsrRowPtr, smxx_schedule.py), digits (RadixScan).
     ENTRY_TILE = 4096
@@ -68,136 +65,38 @@ cdef enum:
 
 # The kernels ----------------------------------------------------------------------------------------------------------
 
-# Every parameter of every kernel, by its name in the manifest, in slots of 8 bytes: a launch passes the addresses of
-# the slots that it needs, and the driver reads as many bytes as the parameter has. Pointers, then int64, then int32.
-cdef struct Values:
-    int64_t q2k_indices
-    int64_t cu_seqlens_q
-    int64_t cu_seqlens_k
-    int64_t row_ptr
-    int64_t q_indices
-    int64_t qsplit_indices
-    int64_t split_counts
-    int64_t split_entries
-    int64_t scheduler_metadata
-    int64_t work_count
-    int64_t walk_blocks
-    int64_t walk_counts
-    int64_t walk_totals
-    int64_t row_of
-    int64_t sequence_base
-    int64_t row_sequence
-    int64_t row_block
-    int64_t counts
-    int64_t totals
-    int64_t keys
-    int64_t values
-    int64_t keys_in
-    int64_t values_in
-    int64_t keys_out
-    int64_t values_out
-    int64_t indices_out
-    int64_t entries_out
-    int64_t q2k_stride_head
-    int64_t q2k_stride_token
-    int64_t total_q
-    int64_t topk
-    int64_t head_kv
-    int64_t batch
-    int64_t total_rows
-    int64_t size
-    int64_t tiles
-    int64_t shift
-    int64_t bits
-    int64_t digits
-    int64_t target_log2
-    int64_t bucket_shift
-    int64_t buckets
-    int64_t capacity
-    int64_t groups
-    int64_t tokens_per_group
-
-
-cdef list _slot_names():
-    cdef Values values
-    memset(&values, 0, sizeof(values))
-    return list(<dict>values)
-
-
-cdef list SLOTS = _slot_names()
-
-
-cdef str _kind(int slot):
-    if slot < SLOTS.index("q2k_stride_head"):
-        return "pointer"
-    return "int64" if slot < SLOTS.index("total_q") else "int32"
-
-
 cdef class Operation:
-    """A kernel of the launch sequence: the slots of its parameters, and the Kernel loaded for each device."""
+    """A kernel of the launch sequence, as it is loaded for each device."""
 
     cdef str name
     cdef dict kernels  # (device ordinal, topk) -> Kernel
-    cdef int count
-    cdef int[MAX_PARAMS] slots
 
-    def __init__(self, str name, str params):
-        slots = [SLOTS.index(param) for param in params.split()]
+    def __init__(self, str name):
         self.name = name
         self.kernels = {}
-        self.count = len(slots)
-        for i, slot in enumerate(slots):
-            self.slots[i] = slot
-        register_signature(name, tuple([(SLOTS[slot], _kind(slot)) for slot in slots]))
 
     cdef int launch(self, Call call, Values* values, int64_t work, int topk=0) except -1:
         """``topk`` 0: the operation has no such option."""
-        cdef void* params[MAX_PARAMS]
-        cdef int i
         cdef Kernel kernel
         key = (call.device.ordinal, topk)
         kernel = <Kernel>self.kernels.get(key)
         if kernel is None:
             kernel = get_kernel(call.device, self.name, {"topk": topk} if topk else {})
             self.kernels[key] = kernel
-        for i in range(self.count):
-            params[i] = <int64_t*>values + self.slots[i]
-        if call.on_host:
-            return kernel.simulate(call, work, params)
-        return kernel.launch(call, work, params)
+        return kernel.launch(call, work, <int64_t*>values, NULL)
 
 
-cdef Operation CSR_ROWS = Operation(
-    "csr_rows", "cu_seqlens_k row_of sequence_base row_sequence row_block walk_totals batch total_rows"
-)
-cdef Operation CSR_KEYS = Operation(
-    "csr_keys",
-    "q2k_indices cu_seqlens_q cu_seqlens_k row_of sequence_base keys values split_counts split_entries counts"
-    " q2k_stride_head q2k_stride_token total_q head_kv batch total_rows tiles bits",
-)
-cdef Operation WALK_PLAN = Operation(
-    "walk_plan",
-    "keys row_sequence row_block walk_blocks walk_counts walk_totals size topk total_rows groups tokens_per_group",
-)
-cdef Operation CSR_ROW_PTR = Operation("csr_row_ptr", "keys row_ptr size total_rows tiles")
-cdef Operation CSR_COLLECT = Operation(
-    "csr_collect", "row_ptr q_indices qsplit_indices split_counts split_entries total_q topk head_kv total_rows tiles"
-)
-cdef Operation CSR_SPLIT = Operation("csr_split", "qsplit_indices split_counts split_entries total_q head_kv tiles")
-cdef Operation RADIX_COUNT = Operation("radix_count", "keys counts size tiles shift bits")
-cdef Operation RADIX_SCAN = Operation("radix_scan", "counts totals tiles digits")
-cdef Operation RADIX_SCATTER = Operation(
-    "radix_scatter",
-    "keys_in values_in counts totals keys_out values_out indices_out entries_out size topk tiles shift bits",
-)
-cdef Operation SCHEDULE_COUNT = Operation(
-    "schedule_count", "row_ptr q_indices counts size total_rows tiles target_log2 bucket_shift buckets capacity"
-)
-cdef Operation SCHEDULE_FILL = Operation(
-    "schedule_fill",
-    "row_ptr q_indices row_sequence row_block counts totals scheduler_metadata work_count size total_rows head_kv tiles"
-    " target_log2 bucket_shift buckets bits capacity",
-)
+cdef Operation CSR_ROWS = Operation("csr_rows")
+cdef Operation CSR_KEYS = Operation("csr_keys")
+cdef Operation WALK_PLAN = Operation("walk_plan")
+cdef Operation CSR_ROW_PTR = Operation("csr_row_ptr")
+cdef Operation CSR_COLLECT = Operation("csr_collect")
+cdef Operation CSR_SPLIT = Operation("csr_split")
+cdef Operation RADIX_COUNT = Operation("radix_count")
+cdef Operation RADIX_SCAN = Operation("radix_scan")
+cdef Operation RADIX_SCATTER = Operation("radix_scatter")
+cdef Operation SCHEDULE_COUNT = Operation("schedule_count")
+cdef Operation SCHEDULE_FILL = Operation("schedule_fill")
 
 
 cdef class Scratch:
@@ -234,7 +133,7 @@ cdef int bit_length(int64_t value) noexcept:
     return bits
 
 
-# Launch sequences. What each kernel does is in aot/kernels/smxx_csr.py, smxx_sort.py, smxx_schedule.py, smxx_walk.py. -
+# Launch sequences. What each kernel does is in aot/kernels/msa/smxx_*.py. -
 
 cdef void set_shape(Values* v, const Shape* shape) noexcept:
     v.total_q = shape.total_q
@@ -415,12 +314,6 @@ cdef int run_host(Call call, Values* v, const Shape* shape, const Plan* plan, bi
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
-
-cdef int check_choice(str name, object value, tuple choices) except -1:
-    if integer(name, value, 0, 1 << 20) not in choices:
-        raise NotImplementedError(f"{name}: got {value!r}; supported: {', '.join(map(str, choices))}")
-    return 0
-
 
 cdef int read_int32(Call call, str name, object array, View* view, int ndim) except -1:
     """Read an int32 array that must be contiguous."""

@@ -13,7 +13,7 @@ Where an array is compared with many, its bounds are taken once, and most need n
 
 from libc.stdint cimport int64_t
 
-from sparse_aot._dlpack cimport View
+from sparse_aot._core._dlpack cimport View
 
 
 # The first and the last byte of an array; last < first: it has none.
