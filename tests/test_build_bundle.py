@@ -137,7 +137,7 @@ def test_no_two_configurations_compile_to_the_same_code(manifest):
 
 
 def test_documented_shared_memory_is_that_of_the_bundle(manifest):
-    text = (build.ROOT / "docs" / "kernels.md").read_text()
+    text = (build.ROOT / "docs" / "msa.md").read_text()
     rows = re.findall(r"^\| `(\w+)` (\d+) \|.*\| ([\d,]+) \|$", text, re.MULTILINE)
     documented = {(arch, int(g), int(n_bytes.replace(",", ""))) for arch, g, n_bytes in rows}
     forwards = [entry for entry in manifest["configurations"] if entry["operation"] == "fwd"]
