@@ -10,13 +10,14 @@ doubles it); tensor memory 320 (S and O out, P in, a column a cycle); shared mem
 256, O in and out 512); device memory 1120 (O at 8 TB/s; L2 serves Q). Shared memory binds; with float32, device memory.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-import cutlass.experimental.cuda as cuda
-from cutlass import BFloat16, Float32, GridConstant, Int32, Int64, Uint32, Uint64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, Uint64, const_expr
 from cutlass.experimental import primitives
 
-from aot.kernel import Kernel, TensorMap
+from aot.kernel import Kernel, TensorMap, TensorMaps
 from aot.kernels import loading, partials, softmax, work
 from aot.kernels.forward import forward_params
 from aot.kernels.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, ITEM_WORDS, KV_STAGES, SWIZZLE_COLUMNS
@@ -85,6 +86,35 @@ def advance(desc: primitives.Tcgen05SmemDesc, offset: int) -> primitives.Tcgen05
     return primitives.Tcgen05SmemDesc(Int64(high | Uint64(low)))
 
 
+class Shared(NamedTuple):
+    """Shared memory: blocks of K and V, tiles of Q, rows on their way out; words of items, entries and row sums."""
+
+    k: cute.Pointer
+    v: cute.Pointer
+    q: cute.Pointer
+    staging: cute.Pointer
+    item: cute.Tensor  # [ITEM_WORDS, KV_STAGES]
+    entries: cute.Tensor  # [tokens, SLOTS]
+    sums: cute.Tensor  # [TILE_ROWS, SLOTS]
+
+
+class Barriers(NamedTuple):
+    """One a slot (q, s, p, o) or a stage (item, k, v, kv); of ``v_tail`` there is one."""
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    s_full: cute.Pointer
+    s_empty: cute.Pointer
+    p_full: cute.Pointer
+    o_full: cute.Pointer
+    o_empty: cute.Pointer
+    item_full: cute.Pointer
+    k_full: cute.Pointer
+    v_full: cute.Pointer
+    kv_empty: cute.Pointer
+    v_tail: cute.Pointer
+
+
 class ForwardSm100(Kernel):
     def __init__(self, g: int, partial: str, temperature: bool):
         self.g = g
@@ -101,76 +131,39 @@ class ForwardSm100(Kernel):
         )
         kv_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, BLK_KV, HALVES, 1, 1))
         q_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, ATOM_ROWS, HALVES, max(g // ATOM_ROWS, 1), 1))
-        self.params = forward_params(q_map, kv_map, kv_map, self.partial)
+        self.maps = {"q": q_map, "k": kv_map, "v": kv_map}
+        self.params = forward_params(self.partial)
         barriers = 7 * SLOTS + 4 * KV_STAGES + 1
         words = KV_STAGES * ITEM_WORDS + SLOTS * self.tokens + SLOTS * TILE_ROWS + 1
         blocks = 2 * KV_STAGES * BLOCK_BYTES
         self.smem_bytes = blocks + SLOTS * Q_BYTES + STAGING_BYTES + 8 * barriers + 4 * words
 
     @cute.kernel
-    def kernel(
-        self,
-        q_map: GridConstant[cuda.TensorMap],
-        k_map: GridConstant[cuda.TensorMap],
-        v_map: GridConstant[cuda.TensorMap],
-        q: cute.Pointer,
-        k2q_row_ptr: cute.Pointer,
-        qsplit_indices: cute.Pointer,
-        scheduler_metadata: cute.Pointer,
-        work_count: cute.Pointer,
-        work_counter: cute.Pointer,
-        cu_seqlens_q: cute.Pointer,
-        cu_seqlens_k: cute.Pointer,
-        seqused_k: cute.Pointer,
-        page_table: cute.Pointer,
-        walk_blocks: cute.Pointer,
-        walk_counts: cute.Pointer,
-        walk_totals: cute.Pointer,
-        partial_out: cute.Pointer,
-        partial_lse: cute.Pointer,
-        partial_lse_temperature: cute.Pointer,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        lse_temperature: cute.Pointer,
-        q_stride_token: Int64,
-        q_stride_head: Int64,
-        out_stride_token: Int64,
-        out_stride_head: Int64,
-        lse_stride_token: Int64,
-        lse_stride_head: Int64,
-        page_table_stride: Int64,
-        max_pages: Int32,
-        kv_extent: Int32,
-        batch: Int32,
-        total_q: Int32,
-        head_kv: Int32,
-        total_rows: Int32,
-        topk: Int32,
-        work_capacity: Int32,
-        causal: Int32,
-        softmax_scale: Float32,
-        lse_temperature_scale: Float32,
-    ):
+    def kernel(self, maps: TensorMaps, p):
+        maps = self.named(maps)
         smem = cutlass.memory.SmemAllocator()
-        s_k = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
-        s_v = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
-        s_q = smem.allocate_array(BFloat16, SLOTS * TILE_ROWS * HEAD_DIM, byte_alignment=1024)
+        k = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
+        v = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
+        q = smem.allocate_array(BFloat16, SLOTS * TILE_ROWS * HEAD_DIM, byte_alignment=1024)
         staging = smem.allocate_array(self.partial, STAGING_BYTES * 8 // self.partial.width, byte_alignment=1024)
-        q_full = smem.allocate_array(Int64, SLOTS)
-        q_empty = smem.allocate_array(Int64, SLOTS)
-        s_full = smem.allocate_array(Int64, SLOTS)
-        s_empty = smem.allocate_array(Int64, SLOTS)
-        p_full = smem.allocate_array(Int64, SLOTS)
-        o_full = smem.allocate_array(Int64, SLOTS)
-        o_empty = smem.allocate_array(Int64, SLOTS)
-        item_full = smem.allocate_array(Int64, KV_STAGES)
-        k_full = smem.allocate_array(Int64, KV_STAGES)
-        v_full = smem.allocate_array(Int64, KV_STAGES)
-        kv_empty = smem.allocate_array(Int64, KV_STAGES)
-        v_tail = smem.allocate_array(Int64, 1)
-        s_item = smem.allocate_tensor(Int32, cute.make_layout((ITEM_WORDS, KV_STAGES)), byte_alignment=4)
-        s_entries = smem.allocate_tensor(Int32, cute.make_layout((self.tokens, SLOTS)), byte_alignment=4)
-        s_sums = smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, SLOTS)), byte_alignment=4)
+        b = Barriers(
+            q_full=smem.allocate_array(Int64, SLOTS),
+            q_empty=smem.allocate_array(Int64, SLOTS),
+            s_full=smem.allocate_array(Int64, SLOTS),
+            s_empty=smem.allocate_array(Int64, SLOTS),
+            p_full=smem.allocate_array(Int64, SLOTS),
+            o_full=smem.allocate_array(Int64, SLOTS),
+            o_empty=smem.allocate_array(Int64, SLOTS),
+            item_full=smem.allocate_array(Int64, KV_STAGES),
+            k_full=smem.allocate_array(Int64, KV_STAGES),
+            v_full=smem.allocate_array(Int64, KV_STAGES),
+            kv_empty=smem.allocate_array(Int64, KV_STAGES),
+            v_tail=smem.allocate_array(Int64, 1),
+        )
+        item = smem.allocate_tensor(Int32, cute.make_layout((ITEM_WORDS, KV_STAGES)), byte_alignment=4)
+        entries = smem.allocate_tensor(Int32, cute.make_layout((self.tokens, SLOTS)), byte_alignment=4)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, SLOTS)), byte_alignment=4)
+        s = Shared(k=k, v=v, q=q, staging=staging, item=item, entries=entries, sums=sums)
         s_base = smem.allocate_array(Int32, 1)
 
         thread, _, _ = cute.arch.thread_idx()
@@ -178,19 +171,19 @@ class ForwardSm100(Kernel):
         if warp == 0:
             with cute.arch.elect_one():
                 for slot in cutlass.range_constexpr(SLOTS):
-                    cute.arch.mbarrier_init(q_full + slot, min(self.tokens, 32))  # the lanes that write entries
-                    cute.arch.mbarrier_init(q_empty + slot, 1 + WARPS)
-                    cute.arch.mbarrier_init(s_full + slot, 1)
-                    cute.arch.mbarrier_init(s_empty + slot, WARPS)
-                    cute.arch.mbarrier_init(p_full + slot, WARPS)
-                    cute.arch.mbarrier_init(o_full + slot, 1)
-                    cute.arch.mbarrier_init(o_empty + slot, WARPS)
+                    cute.arch.mbarrier_init(b.q_full + slot, min(self.tokens, 32))  # the lanes that write entries
+                    cute.arch.mbarrier_init(b.q_empty + slot, 1 + WARPS)
+                    cute.arch.mbarrier_init(b.s_full + slot, 1)
+                    cute.arch.mbarrier_init(b.s_empty + slot, WARPS)
+                    cute.arch.mbarrier_init(b.p_full + slot, WARPS)
+                    cute.arch.mbarrier_init(b.o_full + slot, 1)
+                    cute.arch.mbarrier_init(b.o_empty + slot, WARPS)
                 for stage in cutlass.range_constexpr(KV_STAGES):
-                    cute.arch.mbarrier_init(item_full + stage, 1)
-                    cute.arch.mbarrier_init(k_full + stage, 1)
-                    cute.arch.mbarrier_init(v_full + stage, 1)
-                    cute.arch.mbarrier_init(kv_empty + stage, READERS + 1)  # and the products
-                cute.arch.mbarrier_init(v_tail, 1)
+                    cute.arch.mbarrier_init(b.item_full + stage, 1)
+                    cute.arch.mbarrier_init(b.k_full + stage, 1)
+                    cute.arch.mbarrier_init(b.v_full + stage, 1)
+                    cute.arch.mbarrier_init(b.kv_empty + stage, READERS + 1)  # and the products
+                cute.arch.mbarrier_init(b.v_tail, 1)
         cute.arch.mbarrier_init_fence()
         if warp == MMA_WARP:
             primitives.tcgen05_alloc(s_base, TENSOR_COLUMNS)
@@ -199,94 +192,53 @@ class ForwardSm100(Kernel):
         base = cute.make_tensor(s_base, cute.make_layout(1))[0]
         cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
 
-        work_shared = (s_item, s_entries, s_sums)
-        partial = (partial_out, partial_lse, partial_lse_temperature)
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                loading.load_blocks(
-                    (k_map, v_map),
-                    (s_k, s_v, s_item),
-                    (item_full, k_full, v_full, kv_empty, v_tail),
-                    (scheduler_metadata, work_count, work_counter, k2q_row_ptr),
-                    (cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages, kv_extent),
-                    (batch, total_q * topk, head_kv, total_rows, work_capacity, causal),
-                )
+                loading.load_blocks(maps, s, b, p, work.entries_of_head(p))
             elif warp == MMA_WARP:
-                self.multiply(
-                    base,
-                    (s_q, s_k, s_v, s_item),
-                    (q_full, q_empty, k_full, v_full, kv_empty, s_full, s_empty, p_full, o_full, o_empty),
-                )
+                self.multiply(base, s, b)
             else:
-                self.load_queries(
-                    warp - GATHER_WARP,
-                    (q_map, q, q_stride_token, q_stride_head),
-                    (s_q, s_item, s_entries),
-                    (q_full, q_empty, item_full, kv_empty),
-                    qsplit_indices,
-                    total_q,
-                    total_q * topk,
-                )
+                self.load_queries(warp - GATHER_WARP, maps, s, b, p)
         elif warp < (1 + SLOTS) * WARPS:
             cute.arch.setmaxregister_increase(self.softmax_registers)
-            self.softmax(
-                thread - WARPGROUP,
-                base,
-                work_shared,
-                (item_full, kv_empty, q_full, q_empty, s_full, s_empty, p_full, o_empty),
-                partial,
-                total_q * topk,
-                softmax_scale * partials.LOG2_E,
-                lse_temperature_scale,
-            )
+            self.softmax(thread - WARPGROUP, base, s, b, p)
         else:
             cute.arch.setmaxregister_decrease(self.epilogue_registers)
-            self.epilogue(
-                thread - (1 + SLOTS) * WARPGROUP,
-                base,
-                work_shared,
-                (item_full, kv_empty, p_full, o_full, o_empty),
-                staging,
-                partial_out,
-                total_q * topk,
-            )
+            self.epilogue(thread - (1 + SLOTS) * WARPGROUP, base, s, b, p)
         cute.arch.sync_threads()
         if warp == MMA_WARP:
             primitives.tcgen05_dealloc(primitives.make_tmem_ptr(base, Int32), TENSOR_COLUMNS)
 
     @cute.jit
-    def load_queries(self, slot, q, shared, barriers, qsplit_indices, total_q, entries):
+    def load_queries(self, slot, maps, s, b, p):
         """Two warps: each gathers the tiles of a slot."""
-        s_q, s_item, s_entries = shared
-        q_full, q_empty, item_full, kv_empty = barriers
+        entries = work.entries_of_head(p)
         lane = cute.arch.lane_idx()
-        place = s_q + cute.assume(slot * (TILE_ROWS * HEAD_DIM), divby=TILE_ROWS * HEAD_DIM)
+        place = s.q + cute.assume(slot * (TILE_ROWS * HEAD_DIM), divby=TILE_ROWS * HEAD_DIM)
         tile_base = Int32(0)
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(item_full, 0)
-        count = s_item[0, 0]
+        cute.arch.mbarrier_wait(b.item_full, 0)
+        count = s.item[0, 0]
         while count >= 0:
             stage = slot_of(kv_index)
-            first, head = s_item[1, stage], s_item[2, stage]
-            release(kv_empty + stage, lane)
-            words = work.vector(qsplit_indices + (Int64(head) * entries + first))
+            first, head = s.item[1, stage], s.item[2, stage]
+            release(b.kv_empty + stage, lane)
+            words = work.vector(p.qsplit_indices + (Int64(head) * entries + first))
             tiles = self.tiles(count)
             for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
                 mine = loading.entries_of_tile(words, tile, count, self.tokens)
-                cute.arch.mbarrier_wait(q_empty + slot, phase_of(tile_base + tile) ^ 1)
-                loading.keep_entries(s_entries, slot, mine, self.tokens)
-                loading.fetch_queries(q, mine, place, head, total_q, q_full + slot, TILE_ROWS, self.g)
+                cute.arch.mbarrier_wait(b.q_empty + slot, phase_of(tile_base + tile) ^ 1)
+                loading.keep_entries(s.entries, slot, mine, self.tokens)
+                loading.fetch_queries(maps, p, mine, place, head, b.q_full + slot, TILE_ROWS, self.g)
             tile_base += tiles
             kv_index += 1
-            cute.arch.mbarrier_wait(item_full + slot_of(kv_index), phase_of(kv_index))
-            count = s_item[0, slot_of(kv_index)]
+            cute.arch.mbarrier_wait(b.item_full + slot_of(kv_index), phase_of(kv_index))
+            count = s.item[0, slot_of(kv_index)]
 
     @cute.jit
-    def multiply(self, base, shared, barriers):
+    def multiply(self, base, s, b):
         """One warp: S = Q K^T of a tile as soon as its place is free, O = P V two tiles behind."""
-        s_q, s_k, s_v, s_item = shared
-        q_full, q_empty, k_full, v_full, kv_empty, s_full, s_empty, p_full, o_full, o_empty = barriers
         s_tile, s_items, s_left = Int32(0), Int32(0), Int32(0)  # next tile; items begun; tiles left of the last one
         o_tile, o_items, o_left = Int32(0), Int32(0), Int32(0)  # next tile; items finished; tiles left of the next one
         count = Int32(0)
@@ -297,32 +249,32 @@ class ForwardSm100(Kernel):
             if count >= 0 and not full:
                 if s_left == 0:
                     stage = slot_of(s_items)
-                    cute.arch.mbarrier_wait(k_full + stage, phase_of(s_items))
-                    count = s_item[0, stage]
+                    cute.arch.mbarrier_wait(b.k_full + stage, phase_of(s_items))
+                    count = s.item[0, stage]
                     s_left = self.tiles(count)
                     s_items += 1
                 if count >= 0:
                     slot, phase = slot_of(s_tile), phase_of(s_tile)
-                    cute.arch.mbarrier_wait(q_full + slot, phase)
-                    cute.arch.mbarrier_wait(s_empty + slot, phase ^ 1)
-                    self.score(base, s_q, s_k, slot, slot_of(s_items - 1), s_full + slot, q_empty + slot)
+                    cute.arch.mbarrier_wait(b.q_full + slot, phase)
+                    cute.arch.mbarrier_wait(b.s_empty + slot, phase ^ 1)
+                    self.score(base, s, b, slot, slot_of(s_items - 1))
                     s_tile += 1
                     s_left -= 1
             else:
                 stage, slot = slot_of(o_items), slot_of(o_tile)
                 if o_left == 0:
-                    o_left = self.tiles(s_item[0, stage])
-                    release(kv_empty + stage, lane)
-                cute.arch.mbarrier_wait(v_full + stage, phase_of(o_items))
-                cute.arch.mbarrier_wait(p_full + slot, phase_of(o_tile))
+                    o_left = self.tiles(s.item[0, stage])
+                    release(b.kv_empty + stage, lane)
+                cute.arch.mbarrier_wait(b.v_full + stage, phase_of(o_items))
+                cute.arch.mbarrier_wait(b.p_full + slot, phase_of(o_tile))
                 if o_tile > 0:  # the previous tile's output has been read
-                    cute.arch.mbarrier_wait(o_empty + (slot ^ 1), phase_of(o_tile - 1))
-                self.accumulate(base, s_v, slot, stage, o_full + slot)
+                    cute.arch.mbarrier_wait(b.o_empty + (slot ^ 1), phase_of(o_tile - 1))
+                self.accumulate(base, s, b, slot, stage)
                 o_tile += 1
                 o_left -= 1
                 if o_left == 0:
                     with cute.arch.elect_one():
-                        primitives.tcgen05_commit(kv_empty + stage)
+                        primitives.tcgen05_commit(b.kv_empty + stage)
                     o_items += 1
 
     def tiles(self, count: Int32) -> Int32:
@@ -330,11 +282,11 @@ class ForwardSm100(Kernel):
         return (count + self.tokens - 1) // self.tokens
 
     @cute.jit
-    def score(self, base, s_q, s_k, slot, stage, s_full, q_empty):
+    def score(self, base, s, b, slot, stage):
         """One warp: S = Q K^T of the tile in ``slot``; both operands are K-major."""
         swizzle = primitives.Tcgen05SmemSwizzle.SWIZZLE_128B
-        q = primitives.Tcgen05SmemDesc.build(s_q.toint() + slot * Q_BYTES, 16, HALVES * ATOM_BYTES, layout=swizzle)
-        k = primitives.Tcgen05SmemDesc.build(s_k.toint() + stage * BLOCK_BYTES, 16, ATOM_BYTES, layout=swizzle)
+        q = primitives.Tcgen05SmemDesc.build(s.q.toint() + slot * Q_BYTES, 16, HALVES * ATOM_BYTES, layout=swizzle)
+        k = primitives.Tcgen05SmemDesc.build(s.k.toint() + stage * BLOCK_BYTES, 16, ATOM_BYTES, layout=swizzle)
         shape = primitives.Tcgen05InstrDesc.build(
             c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, m_dim=TILE_ROWS, n_dim=BLK_KV
         )
@@ -352,14 +304,14 @@ class ForwardSm100(Kernel):
                     shape,
                     step > 0,
                 )
-            primitives.tcgen05_commit(s_full)
-            primitives.tcgen05_commit(q_empty)
+            primitives.tcgen05_commit(b.s_full + slot)
+            primitives.tcgen05_commit(b.q_empty + slot)
 
     @cute.jit
-    def accumulate(self, base, s_v, slot, stage, o_full):
+    def accumulate(self, base, s, b, slot, stage):
         """One warp: O = P V of the tile in ``slot``; V is MN-major."""
         v = primitives.Tcgen05SmemDesc.build(
-            s_v.toint() + stage * BLOCK_BYTES,
+            s.v.toint() + stage * BLOCK_BYTES,
             BLOCK_BYTES // HALVES,
             ATOM_BYTES,
             layout=primitives.Tcgen05SmemSwizzle.SWIZZLE_128B,
@@ -381,36 +333,35 @@ class ForwardSm100(Kernel):
                     shape,
                     step > 0,
                 )
-            primitives.tcgen05_commit(o_full)
+            primitives.tcgen05_commit(b.o_full + slot)
 
     @cute.jit
-    def softmax(self, thread, base, shared, barriers, partial, entries, scale_log2, lse_temperature_scale):
+    def softmax(self, thread, base, s, b, p):
         """A softmax warpgroup: P, row sums and logsumexp of the tiles of a slot; a thread has a row."""
-        s_item, s_entries, s_sums = shared
-        item_full, kv_empty, q_full, q_empty, s_full, s_empty, p_full, o_empty = barriers
-        _, partial_lse, partial_lse_temperature = partial
+        entries = work.entries_of_head(p)
+        scale_log2 = p.softmax_scale * partials.LOG2_E
         slot = cute.arch.make_warp_uniform(thread >> 7)
         row = thread & (WARPGROUP - 1)
         warp = cute.arch.make_warp_uniform(row >> 5)
         lane = cute.arch.lane_idx()
         tile_base = Int32(0)
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(item_full, 0)
-        count = s_item[0, 0]
+        cute.arch.mbarrier_wait(b.item_full, 0)
+        count = s.item[0, 0]
         while count >= 0:
             stage = slot_of(kv_index)
-            first, head, key_limit, causal_shift = loading.words_of_item(s_item, stage)
-            release(kv_empty + stage, lane)
+            first, head, key_limit, causal_shift = loading.words_of_item(s.item, stage)
+            release(b.kv_empty + stage, lane)
             tiles = self.tiles(count)
             for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
                 phase = phase_of(tile_base + tile)
-                cute.arch.mbarrier_wait(q_full + slot, phase)
-                token = s_entries[row >> (self.g.bit_length() - 1), slot] & partials.TOKEN_MASK
-                release(q_empty + slot, lane)
+                cute.arch.mbarrier_wait(b.q_full + slot, phase)
+                token = s.entries[row >> (self.g.bit_length() - 1), slot] & partials.TOKEN_MASK
+                release(b.q_empty + slot, lane)
                 visible = visible_keys(token, key_limit, causal_shift)
 
                 scores = cute.make_rmem_tensor(BLK_KV, Float32)
-                cute.arch.mbarrier_wait(s_full + slot, phase)
+                cute.arch.mbarrier_wait(b.s_full + slot, phase)
                 primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
                 parts = tuple(
                     load_columns(base, warp, S_COLUMN + slot * BLK_KV + column, PART)
@@ -418,7 +369,7 @@ class ForwardSm100(Kernel):
                 )
                 primitives.tcgen05_wait(primitives.Tcgen05Wait.LOAD)
                 primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
-                release(s_empty + slot, lane)
+                release(b.s_empty + slot, lane)
                 for part in cutlass.range_constexpr(BLK_KV // PART):
                     for i in cutlass.range_constexpr(PART):
                         scores[part * PART + i] = parts[part][i]
@@ -426,11 +377,12 @@ class ForwardSm100(Kernel):
                 maximum = softmax.finite(softmax.row_maximum(scores))
                 lse_temperature = Float32(0.0)
                 if const_expr(self.temperature):
-                    scale = scale_log2 / lse_temperature_scale
+                    scale = scale_log2 / p.lse_temperature_scale
                     total = softmax.row_sum_exp2(scores, maximum, scale, keep=False)
                     lse_temperature = partials.log_sum_exp(maximum * scale, total)
 
-                cute.arch.mbarrier_wait(o_empty + slot, phase ^ 1)  # weights and sums of the slot's last tile are used
+                # The weights and sums of the slot's last tile have been used.
+                cute.arch.mbarrier_wait(b.o_empty + slot, phase ^ 1)
                 primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
                 total = Float32(0.0)
                 for part in cutlass.range_constexpr(BLK_KV // PART):
@@ -439,57 +391,54 @@ class ForwardSm100(Kernel):
                     place = P_COLUMN + slot * (BLK_KV // 2) + part * (PART // 2)
                     weights = values.load().to(BFloat16)
                     primitives.tcgen05_st("32x32b", tensor_memory(base, warp, place, Int32), weights)
-                s_sums[row, slot] = total
+                s.sums[row, slot] = total
                 primitives.tcgen05_wait(primitives.Tcgen05Wait.STORE)
                 primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
-                release(p_full + slot, lane)
+                release(b.p_full + slot, lane)
 
                 entry = Int64(head) * entries + (first + tile * self.tokens)
                 if row < min(count - tile * self.tokens, self.tokens) * self.g:
                     index = partials.row_index(entry, row, self.g)
-                    work.vector(partial_lse)[index] = partials.log_sum_exp(maximum * scale_log2, total)
+                    work.vector(p.partial_lse)[index] = partials.log_sum_exp(maximum * scale_log2, total)
                     if const_expr(self.temperature):
-                        work.vector(partial_lse_temperature)[index] = lse_temperature
+                        work.vector(p.partial_lse_temperature)[index] = lse_temperature
             tile_base += tiles
             kv_index += 1
-            cute.arch.mbarrier_wait(item_full + slot_of(kv_index), phase_of(kv_index))
-            count = s_item[0, slot_of(kv_index)]
+            cute.arch.mbarrier_wait(b.item_full + slot_of(kv_index), phase_of(kv_index))
+            count = s.item[0, slot_of(kv_index)]
 
     @cute.jit
-    def epilogue(self, row, base, shared, barriers, staging, partial_out, entries):
+    def epilogue(self, row, base, s, b, p):
         """The epilogue warpgroup: normalise every tile's O and write it; a thread has a row, a warp copies its own."""
-        s_item, _, s_sums = shared
-        item_full, kv_empty, p_full, o_full, o_empty = barriers
+        entries = work.entries_of_head(p)
         lane = cute.arch.lane_idx()
         o_tile = Int32(0)
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(item_full, 0)
-        count = s_item[0, 0]
+        cute.arch.mbarrier_wait(b.item_full, 0)
+        count = s.item[0, 0]
         while count >= 0:
             stage = slot_of(kv_index)
-            first, head = s_item[1, stage], s_item[2, stage]
-            release(kv_empty + stage, lane)
+            first, head = s.item[1, stage], s.item[2, stage]
+            release(b.kv_empty + stage, lane)
             entry = Int64(head) * entries + first
             for _ in cutlass.range(self.tiles(count), unroll=1):
                 slot, phase = slot_of(o_tile), phase_of(o_tile)
-                cute.arch.mbarrier_wait(p_full + slot, phase)
-                inverse = softmax.reciprocal(s_sums[row, slot])
-                cute.arch.mbarrier_wait(o_full + slot, phase)
+                cute.arch.mbarrier_wait(b.p_full + slot, phase)
+                inverse = softmax.reciprocal(s.sums[row, slot])
+                cute.arch.mbarrier_wait(b.o_full + slot, phase)
                 primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
-                self.store_rows(
-                    row, base, inverse, o_empty + slot, staging, partial_out, entry, min(count, self.tokens) * self.g
-                )
+                self.store_rows(row, base, inverse, b.o_empty + slot, s, p, entry, min(count, self.tokens) * self.g)
                 entry += self.tokens
                 count -= self.tokens
                 o_tile += 1
             kv_index += 1
-            cute.arch.mbarrier_wait(item_full + slot_of(kv_index), phase_of(kv_index))
-            count = s_item[0, slot_of(kv_index)]
+            cute.arch.mbarrier_wait(b.item_full + slot_of(kv_index), phase_of(kv_index))
+            count = s.item[0, slot_of(kv_index)]
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store_rows(self, row, base, inverse, o_empty, staging, partial_out, entry, rows):
+    def store_rows(self, row, base, inverse, o_empty, s, p, entry, rows):
         """Write a warp's rows, of which the tile has ``rows`` from entry ``entry`` on, as many at a time as fit."""
         warp = cute.arch.make_warp_uniform(row >> 5)
         lane = cute.arch.lane_idx()
@@ -498,7 +447,7 @@ class ForwardSm100(Kernel):
         batch = STAGING_BYTES * 8 // self.partial.width // HEAD_DIM // WARPS  # rows
         index = partials.row_index(entry, row, self.g)
         all_see = cute.arch.vote_all_sync(inverse != 0.0)
-        place = staging + cute.assume(warp * (batch * HEAD_DIM), divby=HEAD_DIM)
+        place = s.staging + cute.assume(warp * (batch * HEAD_DIM), divby=HEAD_DIM)
         first_chunk = lane % batch * HEAD_DIM + partials.place(index, 0) * elements  # places are this one's xor
         values = cute.make_rmem_tensor(columns, Float32)
         pairs = cute.make_tensor(values.iterator, cute.make_layout((2, 4, elements // 2), stride=(1, 2, 8)))
@@ -531,7 +480,7 @@ class ForwardSm100(Kernel):
             if lane == 0:
                 here = warp * 32 + start  # the batch's first row
                 size = min(max(rows - here, 0), batch) * (HEAD_DIM * self.partial.width // 8)
-                rest = partial_out + cute.assume((entry * self.g + here) * HEAD_DIM, divby=HEAD_DIM)
+                rest = p.partial_out + cute.assume((entry * self.g + here) * HEAD_DIM, divby=HEAD_DIM)
                 if size > 0:
                     primitives.cp_async_bulk_global_shared_cta(rest, place, size)
                 cute.arch.cp_async_bulk_commit_group()

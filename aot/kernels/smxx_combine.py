@@ -47,74 +47,50 @@ class Combine(Kernel):
         }
 
     @cute.kernel
-    def kernel(
-        self,
-        partial_out: cute.Pointer,
-        partial_lse: cute.Pointer,
-        partial_lse_temperature: cute.Pointer,
-        split_counts: cute.Pointer,
-        split_entries: cute.Pointer,
-        walk_totals: cute.Pointer,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        lse_temperature: cute.Pointer,
-        out_stride_token: Int64,
-        out_stride_head: Int64,
-        lse_stride_token: Int64,
-        lse_stride_head: Int64,
-        total_q: Int32,
-        head_kv: Int32,
-        qhead_per_kv: Int32,
-    ):
+    def kernel(self, p):
         cta, _, _ = cute.arch.block_idx()
         warps = self.threads // 32
-        partial = (partial_out, partial_lse, partial_lse_temperature)
-        splits = (split_counts, split_entries)
-        output = (out, lse, lse_temperature, out_stride_token, out_stride_head, lse_stride_token, lse_stride_head)
         cute.arch.griddepcontrol_wait()
-        if not work.walks(walk_totals, work.WALK_ROWS // qhead_per_kv):  # else the output is already there
+        if not work.walks(p.walk_totals, work.WALK_ROWS // p.qhead_per_kv):  # else the output is already there
             for i in cutlass.range(ROWS_PER_WARP, unroll=1):
                 row = (Int64(cta) * ROWS_PER_WARP + i) * warps + cute.arch.warp_idx()
-                self.merge(row, partial, splits, output, total_q, head_kv, qhead_per_kv)
+                self.merge(row, p)
 
     @cute.jit
-    def merge(self, row, partial, splits, output, total_q, head_kv, qhead_per_kv):
+    def merge(self, row, p):
         """One warp: a row of the output."""
-        partial_out, partial_lse, partial_lse_temperature = partial
-        split_counts, split_entries = splits
-        out, lse, lse_temperature, out_stride_token, out_stride_head, lse_stride_token, lse_stride_head = output
         lane = cute.arch.lane_idx()
-        pair = Uint32(row >> cute.arch.popc(qhead_per_kv - 1))  # (token, KV head); qhead_per_kv is a power of two
-        group_head = Int32(row) & (qhead_per_kv - 1)
-        token = pair // Uint32(head_kv)
-        kv_head = Int32(pair - token * Uint32(head_kv))
-        if token < Uint32(total_q):
-            count = min(work.vector(split_counts)[Int64(pair)], self.topk)
+        pair = Uint32(row >> cute.arch.popc(p.qhead_per_kv - 1))  # (token, KV head); qhead_per_kv is a power of two
+        group_head = Int32(row) & (p.qhead_per_kv - 1)
+        token = pair // Uint32(p.head_kv)
+        kv_head = Int32(pair - token * Uint32(p.head_kv))
+        if token < Uint32(p.total_q):
+            count = min(work.vector(p.split_counts)[Int64(pair)], self.topk)
             acc = cute.make_rmem_tensor(partials.chunk_elements(self.dtype), Float32)
             acc.fill(0.0)
             total_lse = -Float32.inf
             total_lse_temperature = -Float32.inf
             if count > 0:
                 slot = lane % self.topk
-                entries = total_q * self.topk
+                entries = p.total_q * self.topk
                 first = Int64(kv_head) * entries
-                number = work.vector(split_entries)[first + token * self.topk + (slot if slot < count else 0)]
+                number = work.vector(p.split_entries)[first + token * self.topk + (slot if slot < count else 0)]
                 number = min(max(number, 0), entries - 1)
-                lse_row = partials.row_index(first + number, group_head, qhead_per_kv)
-                weight, total_lse = self.weigh(partial_lse, lse_row, slot < count)
-                if lse_temperature.toint() != 0:
-                    _, total_lse_temperature = self.weigh(partial_lse_temperature, lse_row, slot < count)
-                self.accumulate(acc, partial_out, first, number, weight, group_head, qhead_per_kv, lane)
+                lse_row = partials.row_index(first + number, group_head, p.qhead_per_kv)
+                weight, total_lse = self.weigh(p.partial_lse, lse_row, slot < count)
+                if p.lse_temperature.toint() != 0:
+                    _, total_lse_temperature = self.weigh(p.partial_lse_temperature, lse_row, slot < count)
+                self.accumulate(acc, first, number, weight, group_head, lane, p)
 
-            head = kv_head * qhead_per_kv + group_head
-            start = Int64(token) * out_stride_token + head * out_stride_head
-            self.store(acc, out, start, lane)
+            head = kv_head * p.qhead_per_kv + group_head
+            start = Int64(token) * p.out_stride_token + head * p.out_stride_head
+            self.store(acc, start, lane, p)
             if lane == 0:
-                offset = Int64(token) * lse_stride_token + head * lse_stride_head
-                if lse.toint() != 0:
-                    work.vector(lse)[offset] = total_lse
-                if lse_temperature.toint() != 0:
-                    work.vector(lse_temperature)[offset] = total_lse_temperature
+                offset = Int64(token) * p.lse_stride_token + head * p.lse_stride_head
+                if p.lse.toint() != 0:
+                    work.vector(p.lse)[offset] = total_lse
+                if p.lse_temperature.toint() != 0:
+                    work.vector(p.lse_temperature)[offset] = total_lse_temperature
 
     @cute.jit
     def weigh(self, partial_lse: cute.Pointer, row: Int64, exists: Boolean):
@@ -132,7 +108,7 @@ class Combine(Kernel):
         return weight * softmax.reciprocal(total), partials.log_sum_exp(reference, total)
 
     @cute.jit
-    def accumulate(self, acc, partial_out, first, number, weight, group_head, qhead_per_kv, lane):
+    def accumulate(self, acc, first, number, weight, group_head, lane, p):
         """Add the weighted splits up: every lane ends with its chunk of the whole sum."""
         shares = 32 // self.lanes  # parts of the warp among which the splits are dealt out
         splits = self.topk // shares
@@ -142,8 +118,8 @@ class Combine(Kernel):
             split = lane // self.lanes * splits + i
             entry = first + cute.arch.shuffle_sync(number, split)
             weights[i] = cute.arch.shuffle_sync(weight, split)
-            row = partials.row_index(entry, group_head, qhead_per_kv)
-            cute.autovec_copy(partials.chunk(partial_out, row, lane % self.lanes), parts[None, i])
+            row = partials.row_index(entry, group_head, p.qhead_per_kv)
+            cute.autovec_copy(partials.chunk(p.partial_out, row, lane % self.lanes), parts[None, i])
         for i in cutlass.range_constexpr(splits):
             acc.store(acc.load() + weights[i] * parts[None, i].load().to(Float32))
         if const_expr(shares == 2):
@@ -151,7 +127,7 @@ class Combine(Kernel):
                 acc[i] += cute.arch.shuffle_sync_bfly(acc[i], offset=self.lanes)
 
     @cute.jit
-    def store(self, acc, out: cute.Pointer, start: Int64, lane):
+    def store(self, acc, start: Int64, lane, p):
         """Write the row; where two lanes hold a chunk, each writes half of it."""
         pairs = cute.size(acc) // 2
         for i in cutlass.range_constexpr(pairs):
@@ -160,5 +136,5 @@ class Combine(Kernel):
                 values[0] = acc[2 * i].to(BFloat16)
                 values[1] = acc[2 * i + 1].to(BFloat16)
                 column = partials.chunk_column(self.dtype, lane % self.lanes, i)
-                target = out + cute.assume(start + column, divby=2)
+                target = p.out + cute.assume(start + column, divby=2)
                 cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(2)))

@@ -23,37 +23,34 @@ def vector(pointer: cute.Pointer) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(1 << 30, stride=1))
 
 
+def entries_of_head(p) -> Int32:
+    """What the CSR of one KV head has room for: so many entries lie between those of two heads."""
+    return p.total_q * p.topk
+
+
 @cute.jit
-def key_length(sequence: Int32, cu_seqlens_k: cute.Pointer, seqused_k: cute.Pointer, paged: Boolean) -> Int32:
+def key_length(p, sequence: Int32, paged: Boolean) -> Int32:
     """Keys of a sequence: ``seqused_k`` where given (flat, its own at most), else what ``cu_seqlens_k`` says."""
-    cu = vector(cu_seqlens_k)
+    cu = vector(p.cu_seqlens_k)
     length = cu[sequence + 1] - cu[sequence]
-    if seqused_k.toint() != 0:
-        used = vector(seqused_k)[sequence]
+    if p.seqused_k.toint() != 0:
+        used = vector(p.seqused_k)[sequence]
         length = used if paged else min(used, length)
     return max(length, 0)
 
 
 @cute.jit
-def decode(
-    index: Int32,
-    scheduler_metadata: cute.Pointer,
-    k2q_row_ptr: cute.Pointer,
-    head_kv: Int32,
-    total_rows: Int32,
-    entries: Int32,
-    batch: Int32,
-):
+def decode(p, index: Int32, entries: Int32):
     """Item ``index`` as (count, KV head, first entry within the head's CSR, sequence, block).
 
-    ``entries`` is what one head's CSR has room for (total_q * topk). An item that does not check out has count 0.
+    An item that does not check out has count 0.
     """
-    row = vector(scheduler_metadata + Int64(index) * METADATA_COLUMNS)
+    row = vector(p.scheduler_metadata + Int64(index) * METADATA_COLUMNS)
     head, csr_row, first, count, sequence, block = (row[column] for column in range(METADATA_COLUMNS))
-    exists = head >= 0 and head < head_kv and csr_row >= 0 and csr_row < total_rows
-    exists = exists and sequence >= 0 and sequence < batch and block >= 0 and first >= 0 and count > 0
+    exists = head >= 0 and head < p.head_kv and csr_row >= 0 and csr_row < p.total_rows
+    exists = exists and sequence >= 0 and sequence < p.batch and block >= 0 and first >= 0 and count > 0
     if exists:
-        first += vector(k2q_row_ptr)[Int64(head) * (total_rows + 1) + csr_row]
+        first += vector(p.k2q_row_ptr)[Int64(head) * (p.total_rows + 1) + csr_row]
         exists = first >= 0 and first <= entries and count <= entries - first
     if not exists:
         count = Int32(0)
@@ -61,22 +58,14 @@ def decode(
 
 
 @cute.jit
-def bounds(
-    sequence: Int32,
-    block: Int32,
-    causal: Int32,
-    cu_seqlens_q: cute.Pointer,
-    cu_seqlens_k: cute.Pointer,
-    seqused_k: cute.Pointer,
-    paged: Boolean,
-):
+def bounds(p, sequence: Int32, block: Int32, paged: Boolean):
     """(key_limit, causal_shift) of a block, as ``mask.visible_keys`` takes them."""
-    len_k = key_length(sequence, cu_seqlens_k, seqused_k, paged)
+    len_k = key_length(p, sequence, paged)
     key_limit = len_k - block * BLK_KV
     causal_shift = Int32(NO_DIAGONAL)
-    if causal != 0:
+    if p.causal != 0:
         # Token t is query t - start_q and sees keys up to t - start_q + len_k - len_q: start_q cancels.
-        causal_shift = key_limit + 1 - vector(cu_seqlens_q)[sequence + 1]
+        causal_shift = key_limit + 1 - vector(p.cu_seqlens_q)[sequence + 1]
     return key_limit, causal_shift
 
 
