@@ -102,7 +102,7 @@ class Kernel:
         raise NotImplementedError
 
     def named(self, maps: TensorMaps) -> Any:
-        """Pointers to the kernel's tensor maps by name, ``.k`` to the map ``k``; the DSL passes maps as a plain tuple."""
+        """Pointers to the tensor maps by name, ``.k`` to the map ``k``; the DSL passes on a plain tuple of maps."""
         return namedtuple("Maps", self.maps)(*(tensor_map.get_ptr() for tensor_map in maps))
 
     @cute.jit

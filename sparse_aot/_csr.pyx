@@ -231,7 +231,7 @@ cdef int bit_length(int64_t value) noexcept:
     return bits
 
 
-# Launch sequences. What each kernel does is in aot/kernels/smxx_csr.py, smxx_sort.py, smxx_schedule.py, smxx_walk.py. -
+# Launch sequences. What each kernel does is in aot/kernels/msa/smxx_*.py. --------------------------------------------
 
 cdef void set_shape(Values* v, const Shape* shape) noexcept:
     v.total_q = shape.total_q

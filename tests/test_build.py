@@ -101,6 +101,12 @@ def test_key_covers_the_contract_and_the_compiler_of_every_real_kernel():
     assert "aot.compile" in cache.source_hashes("aot.compile")
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "aot" / "kernels").glob("*.py")), ids=lambda file: file.stem)
+def test_what_families_share_knows_no_family(file):
+    sources = cache.source_hashes("aot.kernels" if file.stem == "__init__" else f"aot.kernels.{file.stem}")
+    assert {name for name in sources if name.startswith("aot.kernels.") and name.count(".") > 2} == set()
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -228,7 +234,7 @@ def test_spilling_kernel_fails_unless_allowed_by_name_with_a_reason(toy, out, mo
     with pytest.raises(build.BuildError, match=r"sm_90a/spill: spills \d+ bytes a thread at 64 registers"):
         build.build([spilling], out)
     assert not out.exists()
-    monkeypatch.setattr(configs, "SPILL_REASONS", {"sm_90a/spill": "the test wants it"})
+    monkeypatch.setitem(configs.SPILL_REASONS, "sm_90a/spill", "the test wants it")
     build.build([spilling], out)
     (entry,) = manifest_entries(out)
     assert entry["spill_bytes"] > 0

@@ -13,8 +13,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from aot.kernel import Kernel, Ptr
-from aot.kernels.partials import TOKEN_BITS, TOKEN_MASK
-from aot.kernels.sorting import WARP, at, block_exclusive_scan, count_and_rank, fill, head_and_tile
+from aot.kernels.memory import at
+from aot.kernels.msa.partials import TOKEN_BITS, TOKEN_MASK
+from aot.kernels.sorting import WARP, block_exclusive_scan, count_and_rank, fill, head_and_tile
 
 TILE = 4096
 THREADS = 256

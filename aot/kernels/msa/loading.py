@@ -10,11 +10,13 @@ from cutlass import BFloat16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.experimental import primitives
 
-from aot.kernels import partials, work
+from aot.kernels import items, pages
+from aot.kernels.items import KV_STAGES
 from aot.kernels.mask import BLK_KV
-from aot.kernels.partials import HEAD_DIM
+from aot.kernels.memory import vector
+from aot.kernels.msa import partials, work
+from aot.kernels.msa.partials import HEAD_DIM
 
-KV_STAGES = 2
 # Of a work item in shared memory: count, first entry, KV head, key_limit, causal_shift and three unused ones, so that
 # an item's place is a shift: with five words one configuration spills.
 ITEM_WORDS = 8
@@ -27,49 +29,20 @@ BLOCK_BYTES = BLK_KV * HEAD_DIM * 2
 @cute.jit
 def load_blocks(maps, s, b, p, entries):
     """One warp: claim work items and load their K and V; a count of -1 ends the stream."""
-    items = min(work.vector(p.work_count)[0], p.work_capacity)
+    end = min(vector(p.work_count)[0], p.work_capacity)
     kv_index = Int32(0)
     tails = Int32(0)
     item, _, _ = cute.arch.block_idx()
-    while item < items:
-        claimed = claim(p)
+    while item < end:
+        claimed = items.claim(p)
         count, head, first, sequence, block = work.decode(p, item, entries)
         if count > 0:
-            key_limit, causal_shift, row, page = locate(p, sequence, block)
+            key_limit, causal_shift, row, page = pages.locate(p, sequence, block)
             words = (count, first, head, key_limit, causal_shift)
             tails = fetch(maps, s, b, kv_index, tails, words, row, page)
             kv_index += 1
         item = cute.arch.shuffle_sync(claimed, 0)
-    finish(s, b, kv_index)
-
-
-@cute.jit
-def claim(p) -> Int32:
-    """The next unclaimed work item, known to lane 0 only; every CTA starts with the item of its own number."""
-    ctas, _, _ = cute.arch.grid_dim()
-    claimed = Int32(0)
-    if cute.arch.lane_idx() == 0:
-        claimed = ctas + cute.arch.atomic_add(p.work_counter, Int32(1))
-    return claimed
-
-
-@cute.jit
-def locate(p, sequence: Int32, block: Int32):
-    """(key_limit, causal_shift, row, page) of a block: its bounds, and where the tensor maps find it.
-
-    Flat, a block is a range of tokens of the only page, and ``kv_extent`` is the number of tokens; paged, it is one of
-    ``kv_extent`` pages. A block that does not exist, or the part of it that does not, is past the limit.
-    """
-    paged = p.page_table.toint() != 0
-    key_limit, causal_shift = work.bounds(p, sequence, block, paged)
-    row, page = work.vector(p.cu_seqlens_k)[sequence] + block * BLK_KV, Int32(0)
-    existing = p.kv_extent - row if row >= 0 else Int32(0)
-    if paged:
-        row, page = Int32(0), Int32(-1)
-        if block < p.max_pages:
-            page = work.vector(p.page_table)[sequence * p.page_table_stride + block]
-        existing = Int32(BLK_KV) if page >= 0 and page < p.kv_extent else Int32(0)
-    return min(key_limit, existing), causal_shift, row, page
+    items.finish(s, b, kv_index)
 
 
 @cute.jit
@@ -96,17 +69,6 @@ def fetch(maps, s, b, kv_index, tails, words, row, page) -> Int32:
         if lane == 0:
             cute.arch.mbarrier_arrive(b.v_full + stage)
     return tails
-
-
-@cute.jit
-def finish(s, b, kv_index):
-    """One warp: publish the end of the stream."""
-    stage = kv_index % KV_STAGES
-    cute.arch.mbarrier_wait(b.kv_empty + stage, (kv_index // KV_STAGES + 1) % 2)
-    if cute.arch.lane_idx() == 0:
-        s.item[0, stage] = -1
-        cute.arch.mbarrier_arrive(b.item_full + stage)
-        cute.arch.mbarrier_arrive(b.k_full + stage)
 
 
 @cute.jit
@@ -164,7 +126,7 @@ def gather(p, mine, place, head, lane, rows: cutlass.Constexpr[int], g: cutlass.
     atom = cute.make_copy_atom(
         cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), BFloat16, num_bits_per_copy=128
     )
-    vector = cute.make_layout(8)
+    piece = cute.make_layout(8)
     odd, chunk = lane // 16, lane % 16
     column = place + cute.assume(
         chunk // 8 * (ATOM_ROWS * SWIZZLE_COLUMNS) + odd * SWIZZLE_COLUMNS, divby=SWIZZLE_COLUMNS
@@ -187,14 +149,9 @@ def gather(p, mine, place, head, lane, rows: cutlass.Constexpr[int], g: cutlass.
                 )
                 cute.copy(
                     atom,
-                    cute.make_tensor(source + cute.assume(skipped, divby=8), vector),
-                    cute.make_tensor(target, vector),
+                    cute.make_tensor(source + cute.assume(skipped, divby=8), piece),
+                    cute.make_tensor(target, piece),
                 )
-
-
-def words_of_item(s_item: cute.Tensor, stage: Int32):
-    """An item's words but the first: (first entry, KV head, key_limit, causal_shift); of a walk, its group first."""
-    return tuple(s_item[i, stage] for i in range(1, 5))
 
 
 @cute.jit

@@ -7,14 +7,14 @@ Budget: topk * 256 bytes a row in and 256 out (bfloat16) for 3 * topk flops an e
 bytes in flight: all of a lane's loads are issued before the first is used.
 """
 
-import math
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from aot.kernel import Kernel, Ptr
-from aot.kernels import partials, softmax, work
+from aot.kernels import merge
+from aot.kernels.memory import vector
+from aot.kernels.msa import partials, work
 
 ROWS_PER_WARP = 4  # one after the other: fewer CTAs to start where there is nothing to combine
 
@@ -65,7 +65,7 @@ class Combine(Kernel):
         token = pair // Uint32(p.head_kv)
         kv_head = Int32(pair - token * Uint32(p.head_kv))
         if token < Uint32(p.total_q):
-            count = min(work.vector(p.split_counts)[Int64(pair)], self.topk)
+            count = min(vector(p.split_counts)[Int64(pair)], self.topk)
             acc = cute.make_rmem_tensor(partials.chunk_elements(self.dtype), Float32)
             acc.fill(0.0)
             total_lse = -Float32.inf
@@ -74,13 +74,20 @@ class Combine(Kernel):
                 slot = lane % self.topk
                 entries = p.total_q * self.topk
                 first = Int64(kv_head) * entries
-                number = work.vector(p.split_entries)[first + token * self.topk + (slot if slot < count else 0)]
+                number = vector(p.split_entries)[first + token * self.topk + (slot if slot < count else 0)]
                 number = min(max(number, 0), entries - 1)
-                lse_row = partials.row_index(first + number, group_head, p.qhead_per_kv)
-                weight, total_lse = self.weigh(p.partial_lse, lse_row, slot < count)
+                row = partials.row_index(first + number, group_head, p.qhead_per_kv)
+                exists = slot < count
+                weight, total_lse = merge.weigh(vector(p.partial_lse)[row], exists, self.topk)
                 if p.lse_temperature.toint() != 0:
-                    _, total_lse_temperature = self.weigh(p.partial_lse_temperature, lse_row, slot < count)
-                self.accumulate(acc, first, number, weight, group_head, lane, p)
+                    lse = vector(p.partial_lse_temperature)[row]
+                    _, total_lse_temperature = merge.weigh(lse, exists, self.topk)
+
+                def chunk_of(entry):
+                    row = partials.row_index(entry, group_head, p.qhead_per_kv)
+                    return partials.chunk(p.partial_out, row, lane % self.lanes)
+
+                merge.accumulate(acc, first, number, weight, chunk_of, self.dtype, self.lanes, self.topk)
 
             head = kv_head * p.qhead_per_kv + group_head
             start = Int64(token) * p.out_stride_token + head * p.out_stride_head
@@ -88,43 +95,9 @@ class Combine(Kernel):
             if lane == 0:
                 offset = Int64(token) * p.lse_stride_token + head * p.lse_stride_head
                 if p.lse.toint() != 0:
-                    work.vector(p.lse)[offset] = total_lse
+                    vector(p.lse)[offset] = total_lse
                 if p.lse_temperature.toint() != 0:
-                    work.vector(p.lse_temperature)[offset] = total_lse_temperature
-
-    @cute.jit
-    def weigh(self, partial_lse: cute.Pointer, row: Int64, exists: Boolean):
-        """(weight of the lane's split, logsumexp of all splits); lanes ``topk`` apart hold the same split."""
-        value = work.vector(partial_lse)[row] * partials.LOG2_E
-        value = value if exists else -Float32.inf
-        maximum = value
-        for step in cutlass.range_constexpr(int(math.log2(self.topk))):
-            maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=1 << step))
-        reference = Float32(0.0) if maximum == -Float32.inf else maximum
-        weight = cute.math.exp2(value - reference, fastmath=True)
-        total = weight
-        for step in cutlass.range_constexpr(int(math.log2(self.topk))):
-            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        return weight * softmax.reciprocal(total), partials.log_sum_exp(reference, total)
-
-    @cute.jit
-    def accumulate(self, acc, first, number, weight, group_head, lane, p):
-        """Add the weighted splits up: every lane ends with its chunk of the whole sum."""
-        shares = 32 // self.lanes  # parts of the warp among which the splits are dealt out
-        splits = self.topk // shares
-        parts = cute.make_rmem_tensor((cute.size(acc), splits), self.dtype)
-        weights = cute.make_rmem_tensor(splits, Float32)
-        for i in cutlass.range_constexpr(splits):
-            split = lane // self.lanes * splits + i
-            entry = first + cute.arch.shuffle_sync(number, split)
-            weights[i] = cute.arch.shuffle_sync(weight, split)
-            row = partials.row_index(entry, group_head, p.qhead_per_kv)
-            cute.autovec_copy(partials.chunk(p.partial_out, row, lane % self.lanes), parts[None, i])
-        for i in cutlass.range_constexpr(splits):
-            acc.store(acc.load() + weights[i] * parts[None, i].load().to(Float32))
-        if const_expr(shares == 2):
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] += cute.arch.shuffle_sync_bfly(acc[i], offset=self.lanes)
+                    vector(p.lse_temperature)[offset] = total_lse_temperature
 
     @cute.jit
     def store(self, acc, start: Int64, lane, p):

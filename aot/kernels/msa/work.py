@@ -7,36 +7,18 @@ Whatever stands in the schedule or the CSR, a decoded item names only entries, r
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from aot.kernels.mask import BLK_KV
+from aot.kernels.memory import vector
 
 METADATA_COLUMNS = 6  # KV head, CSR row, first entry within the row, number of entries, sequence, block
 # The walk plan: the union of the blocks that a group of query tokens selects, see Schedule in sparse_aot/_schedule.pyx.
 WALK_ROWS = 128  # query rows of a group: T = 128 / G tokens
 WALK_CAP = 128  # blocks of a union
 WALK_TOO_MANY = 1 << 40  # what a group with more than that adds to the first of walk_totals
-NO_DIAGONAL = 1 << 29  # as causal_shift: every token is before the diagonal
-
-
-@cute.jit
-def vector(pointer: cute.Pointer) -> cute.Tensor:
-    """A pointer as a vector, to be indexed with 64 bits where it can be long."""
-    return cute.make_tensor(pointer, cute.make_layout(1 << 30, stride=1))
 
 
 def entries_of_head(p) -> Int32:
     """What the CSR of one KV head has room for: so many entries lie between those of two heads."""
     return p.total_q * p.topk
-
-
-@cute.jit
-def key_length(p, sequence: Int32, paged: Boolean) -> Int32:
-    """Keys of a sequence: ``seqused_k`` where given (flat, its own at most), else what ``cu_seqlens_k`` says."""
-    cu = vector(p.cu_seqlens_k)
-    length = cu[sequence + 1] - cu[sequence]
-    if p.seqused_k.toint() != 0:
-        used = vector(p.seqused_k)[sequence]
-        length = used if paged else min(used, length)
-    return max(length, 0)
 
 
 @cute.jit
@@ -55,18 +37,6 @@ def decode(p, index: Int32, entries: Int32):
     if not exists:
         count = Int32(0)
     return count, head, first, sequence, block
-
-
-@cute.jit
-def bounds(p, sequence: Int32, block: Int32, paged: Boolean):
-    """(key_limit, causal_shift) of a block, as ``mask.visible_keys`` takes them."""
-    len_k = key_length(p, sequence, paged)
-    key_limit = len_k - block * BLK_KV
-    causal_shift = Int32(NO_DIAGONAL)
-    if p.causal != 0:
-        # Token t is query t - start_q and sees keys up to t - start_q + len_k - len_q: start_q cancels.
-        causal_shift = key_limit + 1 - vector(p.cu_seqlens_q)[sequence + 1]
-    return key_limit, causal_shift
 
 
 @cute.jit

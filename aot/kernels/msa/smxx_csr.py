@@ -5,7 +5,7 @@ the tokens of a row ascending; an entry's value is its qsplit word, token | slot
 ``total_rows`` and value -1, so that they end up as the tail of -1. The way back is ``split_entries``
 [head_kv, total_q, topk]: where in its head the entry of a token's slot stands, -1 past the token's count.
 Launches of build_k2q_csr: CsrRows, CsrKeys, { RadixScan, RadixScatter, RadixCount of the next pass }, CsrRowPtr; with
-a schedule, WalkPlan (smxx_walk.py) after CsrKeys.
+a schedule, WalkPlan (smxx_walk_plan.py) after CsrKeys.
 From a given CSR the slots come back without q2k or sort: memset of split_counts, CsrCollect, CsrSplit.
 
 Rows are numbered block outermost, sequence innermost. ``row_of`` has them in sequence order: block b of sequence s is
@@ -20,9 +20,10 @@ from cutlass import Int32, Int64, Uint32
 
 from aot.kernel import Kernel, Ptr
 from aot.kernels.mask import BLK_KV
-from aot.kernels.partials import TOKEN_BITS
-from aot.kernels.smxx_sort import MAX_DIGITS, THREADS, TILE
-from aot.kernels.sorting import WARP, at, fill, head_and_tile, lower_bound, warp_inclusive_scan
+from aot.kernels.memory import at
+from aot.kernels.msa.partials import TOKEN_BITS
+from aot.kernels.msa.smxx_sort import MAX_DIGITS, THREADS, TILE
+from aot.kernels.sorting import WARP, fill, head_and_tile, lower_bound, warp_inclusive_scan
 
 NO_BLOCK = 0x7FFFFFFF
 
@@ -56,7 +57,7 @@ class CsrRows(Kernel):
     A warp takes a block number and walks the sequences twice: the first walk finds the block's first row, the second
     ranks the sequences that have it by ballot, O(batch / 32) each: long sequences and large batches are both cheap.
     ``row_sequence`` and ``row_block`` of rows that no sequence has are -1. ``walk_totals`` [2], where not null, becomes
-    0: WalkPlan (smxx_walk.py) adds to it."""
+    0: WalkPlan (smxx_walk_plan.py) adds to it."""
 
     def __init__(self) -> None:
         self.threads = 512

@@ -21,11 +21,14 @@ from cutlass.experimental import primitives
 from cutlass.utils import hopper_helpers
 
 from aot.kernel import Kernel, TensorMap, TensorMaps
-from aot.kernels import loading, partials, sm90_walk, softmax, work
-from aot.kernels.forward import forward_params
-from aot.kernels.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, KV_STAGES, SWIZZLE_COLUMNS
+from aot.kernels import items, softmax
+from aot.kernels.items import KV_STAGES
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
-from aot.kernels.partials import HEAD_DIM
+from aot.kernels.memory import vector
+from aot.kernels.msa import loading, partials, sm90_walk, work
+from aot.kernels.msa.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, SWIZZLE_COLUMNS
+from aot.kernels.msa.params import forward_params
+from aot.kernels.msa.partials import HEAD_DIM
 from aot.kernels.sm90_mma import CONSUMERS, TILE_ROWS, Operands, as_operand, multiply, products, rows_of_thread
 
 Q_STAGES = 2 * CONSUMERS  # two for each consumer
@@ -71,7 +74,7 @@ class Statistics(NamedTuple):
     lse_temperature: Float32
 
 
-class ForwardSm90(sm90_walk.WalkRoles, Kernel):
+class PrefillSm90(sm90_walk.WalkRoles, Kernel):
     def __init__(self, g: int, partial: str, temperature: bool):
         self.g = g
         self.partial = partials.PARTIAL_DTYPES[partial]
@@ -147,7 +150,7 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
         cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
 
         entries = work.entries_of_head(p)
-        scale_log2 = p.softmax_scale * partials.LOG2_E
+        scale_log2 = p.softmax_scale * softmax.LOG2_E
         if walks:
             if warp < WARPGROUP // 32:
                 cute.arch.setmaxregister_decrease(sm90_walk.PRODUCER_REGISTERS)
@@ -190,7 +193,7 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
         while count >= 0:
             stage = kv_index % KV_STAGES
             first, head = s.item[1, stage], s.item[2, stage]
-            words = work.vector(p.qsplit_indices + (Int64(head) * entries + first))
+            words = vector(p.qsplit_indices + (Int64(head) * entries + first))
             tiles = (count + self.tokens - 1) // self.tokens
             for tile in cutlass.range(first_tile(consumer, tile_base), tiles, CONSUMERS):
                 q_index = tile_base + tile
@@ -225,7 +228,7 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
         while count >= 0:
             stage = kv_index % KV_STAGES
             phase = kv_index // KV_STAGES % 2
-            first, head, key_limit, causal_shift = loading.words_of_item(s.item, stage)
+            first, head, key_limit, causal_shift = items.words(s, stage)
             tiles = (count + self.tokens - 1) // self.tokens
             for tile in cutlass.range(first_tile(consumer, tile_base), tiles, CONSUMERS):
                 q_index = tile_base + tile
@@ -291,15 +294,15 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
             scale = scale_log2 / p.lse_temperature_scale
             sums = softmax.row_sums_exp2(scores, maxima, scale, keep=False)
             lse_temperature = (
-                partials.log_sum_exp(maxima[0] * scale, sums[0]),
-                partials.log_sum_exp(maxima[1] * scale, sums[1]),
+                softmax.log_sum_exp(maxima[0] * scale, sums[0]),
+                softmax.log_sum_exp(maxima[1] * scale, sums[1]),
             )
         sums = softmax.row_sums_exp2(scores, maxima, scale_log2, keep=True)
         as_operand(accumulator, weights)
         return tuple(
             Statistics(
                 softmax.reciprocal(sums[row]),
-                partials.log_sum_exp(maxima[row] * scale_log2, sums[row]),
+                softmax.log_sum_exp(maxima[row] * scale_log2, sums[row]),
                 lse_temperature[row],
             )
             for row in range(2)
@@ -333,9 +336,9 @@ class ForwardSm90(sm90_walk.WalkRoles, Kernel):
                         target = cute.make_tensor(tile + offset, cute.make_layout(elements))
                         cute.autovec_copy(packed[None, group, half], target)
             if exists and lane % 4 == 0:
-                work.vector(p.partial_lse)[index] = statistics[half].lse
+                vector(p.partial_lse)[index] = statistics[half].lse
                 if const_expr(self.temperature):
-                    work.vector(p.partial_lse_temperature)[index] = statistics[half].lse_temperature
+                    vector(p.partial_lse_temperature)[index] = statistics[half].lse_temperature
         if const_expr(self.staged):
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=WARPGROUP)

@@ -3,21 +3,23 @@
 A work item is a KV head and a group of 128 query rows, 64 a consumer warpgroup. K and V of every block that one of the
 group's tokens selects stream past both; a token's rows see a block only if its membership bit is set. The softmax is
 online, O stays in registers, and the finished rows go to the output: no partials, and combine has nothing to do.
-Rings and barriers are those of sm90_fwd.py. O lives through the loop beside S and P, so the third consumer warpgroup
-gives its registers away: 224 for each of the other two, 40 for a producer.
-Budget of a step of a tile: the tile's of sm90_fwd.py without Q and O; a rescaling of O (64 multiplications a thread) is
-skipped where no maximum of the warp moved, and so is setting O aside (into the registers that S has left) for rows
-that see nothing of the block: they must not take part, whatever bytes stand there.
+Rings and barriers are those of sm90_prefill.py. O lives through the loop beside S and P, so the third consumer
+warpgroup gives its registers away: 224 for each of the other two, 40 for a producer.
+Budget of a step of a tile: the tile's of sm90_prefill.py without Q and O; a rescaling of O (64 multiplications a
+thread) is skipped where no maximum of the warp moved, and so is setting O aside (into the registers that S has left)
+for rows that see nothing of the block: they must not take part, whatever bytes stand there.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
-from aot.kernels import loading, partials, softmax, work
-from aot.kernels.loading import KV_STAGES
+from aot.kernels import items, pages, softmax
+from aot.kernels.items import KV_STAGES
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
-from aot.kernels.partials import HEAD_DIM
+from aot.kernels.memory import vector
+from aot.kernels.msa import loading, work
+from aot.kernels.msa.partials import HEAD_DIM
 from aot.kernels.sm90_mma import TILE_ROWS, as_operand, copy, multiply, products, rows_of_thread
 
 CONSUMERS = work.WALK_ROWS // TILE_ROWS
@@ -30,7 +32,7 @@ NOWHERE = -BLK_KV  # a row before the first: reads as zero
 
 
 class WalkRoles:
-    """The warp roles of ForwardSm90 when it walks; ``self`` is the kernel."""
+    """The warp roles of PrefillSm90 when it walks; ``self`` is the kernel."""
 
     @cute.jit
     def walk_load_blocks(self, maps, s, b, p):
@@ -40,16 +42,16 @@ class WalkRoles:
         tails = Int32(0)
         item, _, _ = cute.arch.block_idx()
         while item < p.head_kv * groups:
-            claimed = loading.claim(p)
-            count = min(work.vector(p.walk_counts)[item], work.WALK_CAP)
+            claimed = items.claim(p)
+            count = min(vector(p.walk_counts)[item], work.WALK_CAP)
             steps = max(count, 1)  # a group that sees nothing takes a step, too: it writes zeros
             for step in cutlass.range(steps, unroll=1):
-                block = work.vector(p.walk_blocks + (Int64(item) * work.WALK_CAP + step) * (2 + self.walk_words))
+                block = vector(p.walk_blocks + (Int64(item) * work.WALK_CAP + step) * (2 + self.walk_words))
                 sequence, number = block[0], block[1]
                 exists = count > 0 and sequence >= 0 and sequence < p.batch and number >= 0
                 key_limit, causal_shift, row, page = Int32(0), Int32(0), Int32(NOWHERE), Int32(-1)
                 if exists:
-                    key_limit, causal_shift, row, page = loading.locate(p, sequence, number)
+                    key_limit, causal_shift, row, page = pages.locate(p, sequence, number)
                 flags = (FIRST if step == 0 else 0) + (LAST if step == steps - 1 else 0)
                 head = item // groups
                 words = (Int32(flags), item - head * groups, head, key_limit, causal_shift)
@@ -57,7 +59,7 @@ class WalkRoles:
                 tails = loading.fetch(maps, s, b, kv_index, tails, words, row, page)
                 kv_index += 1
             item = cute.arch.shuffle_sync(claimed, 0)
-        loading.finish(s, b, kv_index)
+        items.finish(s, b, kv_index)
 
     @cute.jit
     def walk_load_queries(self, consumer, maps, s, b, p):
@@ -109,7 +111,7 @@ class WalkRoles:
         while flags >= 0:
             stage = kv_index % KV_STAGES
             phase = kv_index // KV_STAGES % 2
-            group, head, key_limit, causal_shift = loading.words_of_item(s.item, stage)
+            group, head, key_limit, causal_shift = items.words(s, stage)
             q_stage, q_phase = self.ring_of_queries(q_index)
             if flags & FIRST != 0:
                 out.fill(0.0)
@@ -206,7 +208,7 @@ class WalkRoles:
             reference = softmax.finite(state[half, 0])
             offset = Int64(token) * p.lse_stride_token + head * p.lse_stride_head
             if p.lse.toint() != 0:
-                work.vector(p.lse)[offset] = partials.log_sum_exp(reference * scale_log2, state[half, 1])
+                vector(p.lse)[offset] = softmax.log_sum_exp(reference * scale_log2, state[half, 1])
             if const_expr(self.temperature):
                 scale = scale_log2 / p.lse_temperature_scale
-                work.vector(p.lse_temperature)[offset] = partials.log_sum_exp(reference * scale, state[half, 2])
+                vector(p.lse_temperature)[offset] = softmax.log_sum_exp(reference * scale, state[half, 2])

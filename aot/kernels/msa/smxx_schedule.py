@@ -14,8 +14,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from aot.kernel import Kernel, Ptr
-from aot.kernels.sorting import WARP, at, block_exclusive_scan, count_and_rank, fill, head_and_tile, lower_bound
-from aot.kernels.work import METADATA_COLUMNS
+from aot.kernels.memory import at
+from aot.kernels.msa.work import METADATA_COLUMNS
+from aot.kernels.sorting import WARP, block_exclusive_scan, count_and_rank, fill, head_and_tile, lower_bound
 
 ROWS = 256
 THREADS = 1024

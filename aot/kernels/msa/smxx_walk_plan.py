@@ -12,8 +12,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from aot.kernel import Kernel, Ptr
-from aot.kernels.sorting import WARP, at, fill, head_and_tile
-from aot.kernels.work import WALK_CAP, WALK_ROWS, WALK_TOO_MANY
+from aot.kernels.memory import at
+from aot.kernels.msa.work import WALK_CAP, WALK_ROWS, WALK_TOO_MANY
+from aot.kernels.sorting import WARP, fill, head_and_tile
 
 THREADS = 128
 SLOTS_LOG2 = 8

@@ -14,15 +14,19 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, Uint64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.experimental import primitives
 
 from aot.kernel import Kernel, TensorMap, TensorMaps
-from aot.kernels import loading, partials, softmax, work
-from aot.kernels.forward import forward_params
-from aot.kernels.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, ITEM_WORDS, KV_STAGES, SWIZZLE_COLUMNS
+from aot.kernels import items, softmax
+from aot.kernels.items import KV_STAGES, phase_of, release, stage_of
 from aot.kernels.mask import BLK_KV, mask_row, visible_keys
-from aot.kernels.partials import HEAD_DIM
+from aot.kernels.memory import vector
+from aot.kernels.msa import loading, partials, work
+from aot.kernels.msa.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, ITEM_WORDS, SWIZZLE_COLUMNS
+from aot.kernels.msa.params import forward_params
+from aot.kernels.msa.partials import HEAD_DIM
+from aot.kernels.sm100_mma import TENSOR_COLUMNS, advance, issue, load_columns, operand, tensor_memory
 
 TILE_ROWS = 128
 SLOTS = 2  # tiles in flight: even and odd ones of the CTA's stream of tiles
@@ -35,7 +39,6 @@ GATHER_WARP = 2  # and the one after it
 ATOM_BYTES = ATOM_ROWS * SWIZZLE_COLUMNS * 2
 Q_BYTES = TILE_ROWS * HEAD_DIM * 2
 STAGING_BYTES = TILE_ROWS * HEAD_DIM * 2  # rows on their way to partial_out: a quarter for each warp
-TENSOR_COLUMNS = 512
 S_COLUMN = 0  # two of BLK_KV columns
 P_COLUMN = SLOTS * BLK_KV  # two of BLK_KV / 2 columns: bfloat16
 O_COLUMN = P_COLUMN + SLOTS * BLK_KV // 2
@@ -45,45 +48,6 @@ PART = 32  # columns of a row that move between tensor memory and registers at a
 def first_tile(slot: Int32, tile_base: Int32) -> Int32:
     """The first tile of an item that has this slot, ``tile_base`` being the number of tiles before the item."""
     return (slot + tile_base) & 1
-
-
-def slot_of(tile: Int32) -> Int32:
-    """Where a tile, counted over the CTA's stream of tiles, is in flight."""
-    return tile & 1
-
-
-def phase_of(tile: Int32) -> Int32:
-    """The parity of how many tiles before this one had its slot; of barriers and of stages' items likewise."""
-    return tile >> 1 & 1
-
-
-@cute.jit
-def release(barrier: cute.Pointer, lane: Int32):
-    """One warp: arrive once all its lanes are here."""
-    cute.arch.sync_warp()
-    if lane == 0:
-        cute.arch.mbarrier_arrive(barrier)
-
-
-def tensor_memory(base: Int32, warp: Int32, column: int | Int32, dtype: type):
-    """The columns from ``column`` on of the 32 lanes that a warp of a warpgroup reaches."""
-    return primitives.make_tmem_ptr(base + (warp << 21) + column, dtype)
-
-
-def load_columns(base: Int32, warp: Int32, column: int | Int32, width: int):
-    """One warp: start loading ``width`` columns of its 32 rows of tensor memory; the values are there after a wait."""
-    return primitives.tcgen05_ld("32x32b", tensor_memory(base, warp, column, Float32), num=width)
-
-
-def advance(desc: primitives.Tcgen05SmemDesc, offset: int) -> primitives.Tcgen05SmemDesc:
-    """The descriptor ``offset`` bytes further.
-
-    The sum is one of low words and the high word stays a constant: sums of 64 bits the assembler derives from common
-    bases, and two bases that live equally long (Q's and K's) get their registers in an order that differs by chance.
-    """
-    low = Uint32(desc) + Uint32(offset >> 4)
-    high = Uint64(desc) >> 32 << 32
-    return primitives.Tcgen05SmemDesc(Int64(high | Uint64(low)))
 
 
 class Shared(NamedTuple):
@@ -115,7 +79,7 @@ class Barriers(NamedTuple):
     v_tail: cute.Pointer
 
 
-class ForwardSm100(Kernel):
+class PrefillSm100(Kernel):
     def __init__(self, g: int, partial: str, temperature: bool):
         self.g = g
         self.partial = partials.PARTIAL_DTYPES[partial]
@@ -218,13 +182,12 @@ class ForwardSm100(Kernel):
         place = s.q + cute.assume(slot * (TILE_ROWS * HEAD_DIM), divby=TILE_ROWS * HEAD_DIM)
         tile_base = Int32(0)
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.item_full, 0)
-        count = s.item[0, 0]
+        count = items.wait(s, b.item_full, kv_index)
         while count >= 0:
-            stage = slot_of(kv_index)
+            stage = stage_of(kv_index)
             first, head = s.item[1, stage], s.item[2, stage]
             release(b.kv_empty + stage, lane)
-            words = work.vector(p.qsplit_indices + (Int64(head) * entries + first))
+            words = vector(p.qsplit_indices + (Int64(head) * entries + first))
             tiles = self.tiles(count)
             for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
                 mine = loading.entries_of_tile(words, tile, count, self.tokens)
@@ -233,8 +196,7 @@ class ForwardSm100(Kernel):
                 loading.fetch_queries(maps, p, mine, place, head, b.q_full + slot, TILE_ROWS, self.g)
             tile_base += tiles
             kv_index += 1
-            cute.arch.mbarrier_wait(b.item_full + slot_of(kv_index), phase_of(kv_index))
-            count = s.item[0, slot_of(kv_index)]
+            count = items.wait(s, b.item_full, kv_index)
 
     @cute.jit
     def multiply(self, base, s, b):
@@ -248,20 +210,20 @@ class ForwardSm100(Kernel):
             full = s_tile - o_tile > SLOTS or (s_left == 0 and s_items - o_items == KV_STAGES)
             if count >= 0 and not full:
                 if s_left == 0:
-                    stage = slot_of(s_items)
+                    stage = stage_of(s_items)
                     cute.arch.mbarrier_wait(b.k_full + stage, phase_of(s_items))
                     count = s.item[0, stage]
                     s_left = self.tiles(count)
                     s_items += 1
                 if count >= 0:
-                    slot, phase = slot_of(s_tile), phase_of(s_tile)
+                    slot, phase = stage_of(s_tile), phase_of(s_tile)
                     cute.arch.mbarrier_wait(b.q_full + slot, phase)
                     cute.arch.mbarrier_wait(b.s_empty + slot, phase ^ 1)
-                    self.score(base, s, b, slot, slot_of(s_items - 1))
+                    self.score(base, s, b, slot, stage_of(s_items - 1))
                     s_tile += 1
                     s_left -= 1
             else:
-                stage, slot = slot_of(o_items), slot_of(o_tile)
+                stage, slot = stage_of(o_items), stage_of(o_tile)
                 if o_left == 0:
                     o_left = self.tiles(s.item[0, stage])
                     release(b.kv_empty + stage, lane)
@@ -284,73 +246,59 @@ class ForwardSm100(Kernel):
     @cute.jit
     def score(self, base, s, b, slot, stage):
         """One warp: S = Q K^T of the tile in ``slot``; both operands are K-major."""
-        swizzle = primitives.Tcgen05SmemSwizzle.SWIZZLE_128B
-        q = primitives.Tcgen05SmemDesc.build(s.q.toint() + slot * Q_BYTES, 16, HALVES * ATOM_BYTES, layout=swizzle)
-        k = primitives.Tcgen05SmemDesc.build(s.k.toint() + stage * BLOCK_BYTES, 16, ATOM_BYTES, layout=swizzle)
+        q = operand(s.q.toint() + slot * Q_BYTES, 16, HALVES * ATOM_BYTES)
+        k = operand(s.k.toint() + stage * BLOCK_BYTES, 16, ATOM_BYTES)
         shape = primitives.Tcgen05InstrDesc.build(
             c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, m_dim=TILE_ROWS, n_dim=BLK_KV
         )
         target = primitives.make_tmem_ptr(base + (S_COLUMN + slot * BLK_KV), Float32)
+        steps = (divmod(step * MMA_K, SWIZZLE_COLUMNS) for step in range(HEAD_DIM // MMA_K))
+        operands = (
+            (advance(q, half * ATOM_BYTES + 2 * column), advance(k, half * (BLOCK_BYTES // HALVES) + 2 * column))
+            for half, column in steps
+        )
         primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
         with cute.arch.elect_one():
-            for step in cutlass.range_constexpr(HEAD_DIM // MMA_K):
-                half, column = divmod(step * MMA_K, SWIZZLE_COLUMNS)
-                primitives.tcgen05_mma(
-                    primitives.Tcgen05MMAKind.F16,
-                    primitives.CTAGroup.CTA_1,
-                    target,
-                    advance(q, half * ATOM_BYTES + 2 * column),
-                    advance(k, half * (BLOCK_BYTES // HALVES) + 2 * column),
-                    shape,
-                    step > 0,
-                )
+            issue(target, operands, shape)
             primitives.tcgen05_commit(b.s_full + slot)
             primitives.tcgen05_commit(b.q_empty + slot)
 
     @cute.jit
     def accumulate(self, base, s, b, slot, stage):
         """One warp: O = P V of the tile in ``slot``; V is MN-major."""
-        v = primitives.Tcgen05SmemDesc.build(
-            s.v.toint() + stage * BLOCK_BYTES,
-            BLOCK_BYTES // HALVES,
-            ATOM_BYTES,
-            layout=primitives.Tcgen05SmemSwizzle.SWIZZLE_128B,
-        )
+        v = operand(s.v.toint() + stage * BLOCK_BYTES, BLOCK_BYTES // HALVES, ATOM_BYTES)
         shape = primitives.Tcgen05InstrDesc.build(
             c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, b_major=1, m_dim=TILE_ROWS, n_dim=HEAD_DIM
         )
         target = primitives.make_tmem_ptr(base + O_COLUMN, Float32)
         weights = base + (P_COLUMN + slot * (BLK_KV // 2))
+        operands = (
+            (
+                primitives.make_tmem_ptr(weights + step * (MMA_K // 2), Int32),
+                advance(v, step * (MMA_K // ATOM_ROWS * ATOM_BYTES)),
+            )
+            for step in range(BLK_KV // MMA_K)
+        )
         primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
         with cute.arch.elect_one():
-            for step in cutlass.range_constexpr(BLK_KV // MMA_K):
-                primitives.tcgen05_mma(
-                    primitives.Tcgen05MMAKind.F16,
-                    primitives.CTAGroup.CTA_1,
-                    target,
-                    primitives.make_tmem_ptr(weights + step * (MMA_K // 2), Int32),
-                    advance(v, step * (MMA_K // ATOM_ROWS * ATOM_BYTES)),
-                    shape,
-                    step > 0,
-                )
+            issue(target, operands, shape)
             primitives.tcgen05_commit(b.o_full + slot)
 
     @cute.jit
     def softmax(self, thread, base, s, b, p):
         """A softmax warpgroup: P, row sums and logsumexp of the tiles of a slot; a thread has a row."""
         entries = work.entries_of_head(p)
-        scale_log2 = p.softmax_scale * partials.LOG2_E
+        scale_log2 = p.softmax_scale * softmax.LOG2_E
         slot = cute.arch.make_warp_uniform(thread >> 7)
         row = thread & (WARPGROUP - 1)
         warp = cute.arch.make_warp_uniform(row >> 5)
         lane = cute.arch.lane_idx()
         tile_base = Int32(0)
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.item_full, 0)
-        count = s.item[0, 0]
+        count = items.wait(s, b.item_full, kv_index)
         while count >= 0:
-            stage = slot_of(kv_index)
-            first, head, key_limit, causal_shift = loading.words_of_item(s.item, stage)
+            stage = stage_of(kv_index)
+            first, head, key_limit, causal_shift = items.words(s, stage)
             release(b.kv_empty + stage, lane)
             tiles = self.tiles(count)
             for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
@@ -379,7 +327,7 @@ class ForwardSm100(Kernel):
                 if const_expr(self.temperature):
                     scale = scale_log2 / p.lse_temperature_scale
                     total = softmax.row_sum_exp2(scores, maximum, scale, keep=False)
-                    lse_temperature = partials.log_sum_exp(maximum * scale, total)
+                    lse_temperature = softmax.log_sum_exp(maximum * scale, total)
 
                 # The weights and sums of the slot's last tile have been used.
                 cute.arch.mbarrier_wait(b.o_empty + slot, phase ^ 1)
@@ -399,13 +347,12 @@ class ForwardSm100(Kernel):
                 entry = Int64(head) * entries + (first + tile * self.tokens)
                 if row < min(count - tile * self.tokens, self.tokens) * self.g:
                     index = partials.row_index(entry, row, self.g)
-                    work.vector(p.partial_lse)[index] = partials.log_sum_exp(maximum * scale_log2, total)
+                    vector(p.partial_lse)[index] = softmax.log_sum_exp(maximum * scale_log2, total)
                     if const_expr(self.temperature):
-                        work.vector(p.partial_lse_temperature)[index] = lse_temperature
+                        vector(p.partial_lse_temperature)[index] = lse_temperature
             tile_base += tiles
             kv_index += 1
-            cute.arch.mbarrier_wait(b.item_full + slot_of(kv_index), phase_of(kv_index))
-            count = s.item[0, slot_of(kv_index)]
+            count = items.wait(s, b.item_full, kv_index)
 
     @cute.jit
     def epilogue(self, row, base, s, b, p):
@@ -414,15 +361,14 @@ class ForwardSm100(Kernel):
         lane = cute.arch.lane_idx()
         o_tile = Int32(0)
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.item_full, 0)
-        count = s.item[0, 0]
+        count = items.wait(s, b.item_full, kv_index)
         while count >= 0:
-            stage = slot_of(kv_index)
+            stage = stage_of(kv_index)
             first, head = s.item[1, stage], s.item[2, stage]
             release(b.kv_empty + stage, lane)
             entry = Int64(head) * entries + first
             for _ in cutlass.range(self.tiles(count), unroll=1):
-                slot, phase = slot_of(o_tile), phase_of(o_tile)
+                slot, phase = stage_of(o_tile), phase_of(o_tile)
                 cute.arch.mbarrier_wait(b.p_full + slot, phase)
                 inverse = softmax.reciprocal(s.sums[row, slot])
                 cute.arch.mbarrier_wait(b.o_full + slot, phase)
@@ -432,8 +378,7 @@ class ForwardSm100(Kernel):
                 count -= self.tokens
                 o_tile += 1
             kv_index += 1
-            cute.arch.mbarrier_wait(b.item_full + slot_of(kv_index), phase_of(kv_index))
-            count = s.item[0, slot_of(kv_index)]
+            count = items.wait(s, b.item_full, kv_index)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
