@@ -60,7 +60,7 @@ def compile_configuration(configuration: Configuration) -> Compiled:
 
 def _launch(kernel: Kernel) -> dict[str, Any]:
     return {
-        "params": [_param(name, kind) for name, kind in kernel.params.items()],
+        "params": [_param(name, kind) for name, kind in kernel.parameters.items()],
         "threads": kernel.threads,
         "smem_bytes": kernel.smem_bytes,
         "work_per_cta": kernel.work_per_cta,

@@ -1,23 +1,27 @@
 """The contract between a kernel class and the build.
 
-A kernel is a small class: the constructor takes what is static, ``params`` names every launch parameter in order,
-and ``kernel`` is the device code. The build compiles it, reads the layout of the parameters back from the cubin and
-writes it to the manifest under these names; the launcher packs by name and shares no code with this package.
+A kernel is a small class: the constructor takes what is static and declares every launch parameter once, by name and
+kind, and ``kernel`` is the device code, which reads them by these names. The build compiles it, reads the layout of the
+parameters back from the cubin and writes it to the manifest; the launcher packs by name and shares no code with this
+package.
 """
 
 from __future__ import annotations
 
-import inspect
+from collections import namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import cutlass.cute as cute
 import cutlass.experimental.cuda as cuda
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, GridConstant, Int32, Int64
 from cutlass.cute.runtime import make_ptr
 from cutlass.cute.typing import AddressSpace
 
+TensorMaps = tuple[GridConstant[cuda.TensorMap], ...]
 SCALARS = {Int32: "int32", Int64: "int64", Float32: "float32"}
 
 
@@ -76,7 +80,8 @@ class TensorMap:
 class Kernel:
     """Base of all kernels; see the module's docstring. Subclasses set these in their constructor."""
 
-    params: dict[str, Any]
+    maps: Mapping[str, TensorMap] = MappingProxyType({})  # in the manifest, a map has ``_map`` after its name
+    params: Mapping[str, Any]  # a Ptr or one of SCALARS each; they come after the maps
     threads: int
     smem_bytes: int = 0
     work_per_cta: int = 0  # the grid is ceil(work / work_per_cta); 0: persistent, one CTA per multiprocessor
@@ -84,15 +89,28 @@ class Kernel:
     pdl: bool = False  # launched with programmatic stream serialization: the kernel waits for its predecessor itself
     walks: bool = False  # a forward that follows the schedule's walk plan where that says so
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """All launch parameters, in order, under their names in the manifest."""
+        return {f"{name}_map": tensor_map for name, tensor_map in self.maps.items()} | dict(self.params)
+
     def kernel(self, *args: Any) -> Any:
-        """The device code: a ``@cute.kernel`` whose parameters are ``params``, in order."""
+        """The device code: a ``@cute.kernel`` of ``(self, maps: TensorMaps, p)``, or of ``(self, p)`` without maps.
+
+        ``p`` is a named tuple: ``p.total_q`` is the parameter ``total_q``.
+        """
         raise NotImplementedError
+
+    def named(self, maps: TensorMaps) -> Any:
+        """Pointers to the tensor maps by name, ``.k`` to the map ``k``; the DSL passes on a plain tuple of maps."""
+        return namedtuple("Maps", self.maps)(*(tensor_map.get_ptr() for tensor_map in maps))
 
     @cute.jit
     def __call__(self, *args: Any) -> None:
-        values = iter(args)
-        full = [kind.create() if isinstance(kind, TensorMap) else next(values) for kind in self.params.values()]
-        self.kernel(*full).launch(
+        p = namedtuple("Params", self.params)(*args)
+        maps = tuple(tensor_map.create() for tensor_map in self.maps.values())
+        operands = (maps, p) if self.maps else (p,)
+        self.kernel(*operands).launch(
             grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, min_blocks_per_mp=self.min_blocks_per_mp
         )
 
@@ -103,14 +121,6 @@ class Kernel:
         moves keeps its cubin. The DSL's "cutlass" stays in the name: the assembler allocates registers otherwise for
         kernels that have it, and without it those of Blackwell spill.
         """
-        signature = [name for name in inspect.signature(self.kernel).parameters if name != "self"]
-        if signature != list(self.params):
-            raise TypeError(f"{type(self).__name__}.kernel takes {signature}, but params names {list(self.params)}")
         type(self).kernel.set_name_prefix(symbol, keep_mangled_name=False)
-        args = []
-        for kind in self.params.values():
-            if isinstance(kind, Ptr):
-                args.append(kind.fake())
-            elif not isinstance(kind, TensorMap):
-                args.append(kind(1))
+        args = [kind.fake() if isinstance(kind, Ptr) else kind(1) for kind in self.params.values()]
         cute.compile(self, *args, options=f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {dump_dir}")

@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from aot.configs import HEADS_PER_KV, PARTIAL_DTYPES  # noqa: E402
+from aot.configs.msa import HEADS_PER_KV, PARTIAL_DTYPES  # noqa: E402
 from sparse_aot import build_k2q_csr, sparse_atten_func  # noqa: E402
 
 RECORD = ROOT / "tests" / "data" / "h200.npz"

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 BLK_KV = 128
+NO_DIAGONAL = 1 << 29  # as causal_shift: every token is before the diagonal
 
 
 @cute.jit
@@ -12,7 +13,7 @@ def visible_keys(token: Int32, key_limit: Int32, causal_shift: Int32) -> Int32:
     """How many of the block's first keys ``token`` sees; <= 0: none, >= 128: all.
 
     ``key_limit`` is len_k minus the block's first key; ``token + causal_shift`` is one past the last key that the
-    bottom-right aligned diagonal leaves, again counted from the block's first key (see work.py).
+    bottom-right aligned diagonal leaves, again counted from the block's first key (see pages.py).
     """
     return min(key_limit, token + causal_shift)
 

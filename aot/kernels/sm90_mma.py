@@ -1,5 +1,7 @@
 """Products of a consumer warpgroup on Hopper: 64 x 128 x 16 wgmma of bf16 with float32 accumulators."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32
@@ -20,14 +22,35 @@ def tiled_mma(b_major: cute.nvgpu.OperandMajorMode, a_source: warpgroup.OperandS
     )
 
 
-def products(s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor):
-    """Q K^T and P V of a consumer warpgroup, P in registers: (qk, pv, fragments of Q, K and V for every stage)."""
+class Operands(NamedTuple):
+    """Q, K and V in shared memory, all stages of each."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+
+
+class Products(NamedTuple):
+    """The two products of a consumer warpgroup, and the fragments of their operands for every stage."""
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    q: Any
+    k: Any
+    v: Any
+
+
+def products(operands: Operands) -> Products:
+    """Q K^T and P V of a consumer warpgroup, P in registers."""
     qk = tiled_mma(cute.nvgpu.OperandMajorMode.K, warpgroup.OperandSource.SMEM)
     pv = tiled_mma(cute.nvgpu.OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-    fragment_q = qk.make_fragment_A(qk.get_slice(0).partition_A(s_q))
-    fragment_k = qk.make_fragment_B(qk.get_slice(0).partition_B(s_k))
-    fragment_v = pv.make_fragment_B(pv.get_slice(0).partition_B(s_v))
-    return qk, pv, fragment_q, fragment_k, fragment_v
+    return Products(
+        qk,
+        pv,
+        q=qk.make_fragment_A(qk.get_slice(0).partition_A(operands.q)),
+        k=qk.make_fragment_B(qk.get_slice(0).partition_B(operands.k)),
+        v=pv.make_fragment_B(pv.get_slice(0).partition_B(operands.v)),
+    )
 
 
 def copy(x: Float32) -> Float32:

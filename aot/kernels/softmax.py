@@ -1,8 +1,11 @@
-"""Pieces of a softmax over a block of keys, for threads that hold parts of two rows or a whole one."""
+"""Softmax over a block of keys and its logsumexp, in pieces for threads that hold parts of two rows or a whole one."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
+
+LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
 
 
 @cute.jit
@@ -100,3 +103,12 @@ def row_sum_exp2(scores: cute.Tensor, reference: Float32, scale_log2: Float32, k
                 scores[column], scores[column + 1] = weights
     total = cute.arch.add_packed_f32x2(even, odd)
     return total[0] + total[1]
+
+
+@cute.jit
+def log_sum_exp(maximum_log2: Float32, total: Float32) -> Float32:
+    """Natural-log logsumexp from a maximum in the log2 domain and the sum of ``exp2(x - maximum)``; -inf if empty."""
+    lse = -Float32.inf
+    if total != 0.0:
+        lse = (maximum_log2 + cute.math.log2(total, fastmath=True)) * LN2
+    return lse

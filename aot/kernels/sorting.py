@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Uint32
 
 WARP = 32
 
@@ -15,12 +15,6 @@ def head_and_tile(tiles: Int32):
     cta, _, _ = cute.arch.block_idx()
     head = cta // tiles
     return head, cta - head * tiles
-
-
-@cute.jit
-def at(pointer: cute.Pointer, row: Int32, row_size: Int32):
-    """Start of a row of a matrix; the product may pass 2^31."""
-    return pointer + Int64(row) * Int64(row_size)
 
 
 @cute.jit

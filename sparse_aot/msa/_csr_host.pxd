@@ -1,6 +1,6 @@
 """CSR, schedule and walk plan in plain C loops over host arrays, and the sizes that host and device share.
 
-Same results as the kernels of aot/kernels/smxx_csr.py, smxx_schedule.py and smxx_walk.py, bit for bit. All arrays are
+Same results as the kernels of aot/kernels/msa/smxx_csr.py, smxx_schedule.py, smxx_walk_plan.py, bit for bit. All arrays are
 contiguous, ``q2k_indices`` excepted; sizes are checked by the caller, array contents by the ``check_*`` functions here.
 """
 

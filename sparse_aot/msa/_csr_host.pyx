@@ -310,5 +310,5 @@ cdef void fill_walk_plan(const Shape* shape, const Plan* plan, const Rows* rows,
 
 
 cpdef bint walks(int64_t blocks, int64_t selected, int64_t tokens_per_group) noexcept:
-    """Whether the forward walks, given ``walk_totals``: as ``walks`` of aot/kernels/work.py, which says why."""
+    """Whether the forward walks, given ``walk_totals``: as ``walks`` of aot/kernels/msa/work.py, which says why."""
     return 0 <= blocks < WALK_TOO_MANY and selected > 0 and blocks * tokens_per_group * 5 <= selected * 7

@@ -16,8 +16,8 @@ class Scale(Kernel):
         self.params = {"count": Int32, "x": Ptr(Float32), "first": Int64, "factor": Float32}
 
     @cute.kernel
-    def kernel(self, count: Int32, x: cute.Pointer, first: Int64, factor: Float32):
+    def kernel(self, p):
         i = cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]
-        vector = cute.make_tensor(x + first, cute.make_layout(1))
-        if i < count:
-            vector[i] = vector[i] * factor + OFFSET
+        vector = cute.make_tensor(p.x + p.first, cute.make_layout(1))
+        if i < p.count:
+            vector[i] = vector[i] * p.factor + OFFSET

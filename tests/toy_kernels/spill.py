@@ -15,12 +15,12 @@ class Spill(Kernel):
         self.params = {"x": Ptr(Float32), "rounds": Int32}
 
     @cute.kernel
-    def kernel(self, x: cute.Pointer, rounds: Int32):
-        column = cute.make_tensor(x + cute.arch.thread_idx()[0], cute.make_layout(VALUES, stride=self.threads))
+    def kernel(self, p):
+        column = cute.make_tensor(p.x + cute.arch.thread_idx()[0], cute.make_layout(VALUES, stride=self.threads))
         values = cute.make_rmem_tensor(VALUES, Float32)
         for i in cutlass.range_constexpr(VALUES):
             values[i] = column[i]
-        for _ in range(rounds):
+        for _ in range(p.rounds):
             for i in cutlass.range_constexpr(VALUES):
                 values[i] *= values[(7 * i + 3) % VALUES]
         for i in cutlass.range_constexpr(VALUES):

@@ -13,8 +13,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from aot.kernel import Kernel, Ptr
-from aot.kernels.partials import TOKEN_BITS, TOKEN_MASK
-from aot.kernels.sorting import WARP, at, block_exclusive_scan, count_and_rank, fill, head_and_tile
+from aot.kernels.memory import at
+from aot.kernels.msa.partials import TOKEN_BITS, TOKEN_MASK
+from aot.kernels.sorting import WARP, block_exclusive_scan, count_and_rank, fill, head_and_tile
 
 TILE = 4096
 THREADS = 256
@@ -38,22 +39,22 @@ class RadixCount(Kernel):
         }
 
     @cute.kernel
-    def kernel(self, keys: cute.Pointer, counts: cute.Pointer, size: Int32, tiles: Int32, shift: Int32, bits: Int32):
+    def kernel(self, p):
         thread, _, _ = cute.arch.thread_idx()
-        head, tile = head_and_tile(tiles)
+        head, tile = head_and_tile(p.tiles)
         histogram = cutlass.memory.SmemAllocator().allocate_array(Int32, MAX_DIGITS)
-        digits = Int32(1) << bits
+        digits = Int32(1) << p.bits
         fill(histogram, digits, 0, THREADS)
         cute.arch.sync_threads()
 
-        keys = at(keys, head, size)
+        keys = at(p.keys, head, p.size)
         for k in cutlass.range(TILE // THREADS, unroll=8):
             i = tile * TILE + k * THREADS + thread
-            if i < size:
-                cute.arch.atomic_add(histogram + ((keys[i] >> shift) & (digits - 1)), Int32(1))
+            if i < p.size:
+                cute.arch.atomic_add(histogram + ((keys[i] >> p.shift) & (digits - 1)), Int32(1))
         cute.arch.sync_threads()
 
-        counts = at(at(counts, head, tiles * digits), tile, digits)
+        counts = at(at(p.counts, head, p.tiles * digits), tile, digits)
         for digit in range(thread, digits, THREADS):
             counts[digit] = histogram[digit]
 
@@ -71,33 +72,33 @@ class RadixScan(Kernel):
         self.params = {"counts": Ptr(Int32), "totals": Ptr(Int32), "tiles": Int32, "digits": Int32}
 
     @cute.kernel
-    def kernel(self, counts: cute.Pointer, totals: cute.Pointer, tiles: Int32, digits: Int32):
+    def kernel(self, p):
         lane = cute.arch.lane_idx()
         warp = cute.arch.thread_idx()[0] // WARP
-        head, group = head_and_tile((digits + WARP - 1) // WARP)
+        head, group = head_and_tile((p.digits + WARP - 1) // WARP)
         sums = cutlass.memory.SmemAllocator().allocate_array(Int32, self.threads)
         digit = group * WARP + lane
-        counts = at(counts, head, tiles * digits)
-        part = (tiles + self.warps - 1) // self.warps
-        first = cutlass.min(warp * part, tiles)
-        last = cutlass.min(first + part, tiles)
+        counts = at(p.counts, head, p.tiles * p.digits)
+        part = (p.tiles + self.warps - 1) // self.warps
+        first = cutlass.min(warp * part, p.tiles)
+        last = cutlass.min(first + part, p.tiles)
 
         own = Int32(0)
-        if digit < digits:
+        if digit < p.digits:
             for tile in cutlass.range(first, last, unroll=8):
-                own += counts[tile * digits + digit]
+                own += counts[tile * p.digits + digit]
         sums[warp * WARP + lane] = own
         cute.arch.sync_threads()
 
         before = Int32(0)
         for w in range(warp):
             before += sums[w * WARP + lane]
-        if digit < digits:
+        if digit < p.digits:
             if warp == self.warps - 1:
-                at(totals, head, digits)[digit] = before + own
+                at(p.totals, head, p.digits)[digit] = before + own
             for tile in cutlass.range(first, last, unroll=8):
-                count = counts[tile * digits + digit]
-                counts[tile * digits + digit] = before
+                count = counts[tile * p.digits + digit]
+                counts[tile * p.digits + digit] = before
                 before += count
 
 
@@ -134,27 +135,12 @@ class RadixScatter(Kernel):
         }
 
     @cute.kernel
-    def kernel(
-        self,
-        keys_in: cute.Pointer,
-        values_in: cute.Pointer,
-        counts: cute.Pointer,
-        totals: cute.Pointer,
-        keys_out: cute.Pointer,
-        values_out: cute.Pointer,
-        indices_out: cute.Pointer,
-        entries_out: cute.Pointer,
-        size: Int32,
-        topk: Int32,
-        tiles: Int32,
-        shift: Int32,
-        bits: Int32,
-    ):
+    def kernel(self, p):
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = thread // WARP
-        head, tile = head_and_tile(tiles)
-        digits = Int32(1) << bits
+        head, tile = head_and_tile(p.tiles)
+        digits = Int32(1) << p.bits
         smem = cutlass.memory.SmemAllocator()
         counters = smem.allocate_array(Int32, self.warps * MAX_DIGITS, byte_alignment=16)
         tile_start = smem.allocate_array(Int32, MAX_DIGITS)  # first place of a digit within the ordered tile
@@ -162,8 +148,8 @@ class RadixScatter(Kernel):
         warp_sums = smem.allocate_array(Int32, self.warps)
         fill(counters, digits * self.warps, 0, THREADS)
 
-        keys_in = at(keys_in, head, size)
-        values_in = at(values_in, head, size)
+        keys_in = at(p.keys_in, head, p.size)
+        values_in = at(p.values_in, head, p.size)
         keys = cute.make_rmem_tensor(self.per_thread, Int32)
         values = cute.make_rmem_tensor(self.per_thread, Int32)
         ranks = cute.make_rmem_tensor(self.per_thread, Int32)
@@ -171,18 +157,18 @@ class RadixScatter(Kernel):
             i = tile * TILE + warp * (TILE // self.warps) + k * WARP + lane
             keys[k] = Int32(-1)  # past the end: all bits set, so the last of the last digit
             values[k] = Int32(-1)
-            if i < size:
+            if i < p.size:
                 keys[k] = keys_in[i]
                 values[k] = values_in[i]
         cute.arch.sync_threads()
 
         own = counters + warp * digits
         for k in cutlass.range_constexpr(self.per_thread):
-            ranks[k] = count_and_rank((keys[k] >> shift) & (digits - 1), bits, own)
+            ranks[k] = count_and_rank((keys[k] >> p.shift) & (digits - 1), p.bits, own)
         cute.arch.sync_threads()
 
-        counts = at(at(counts, head, tiles * digits), tile, digits)
-        totals = at(totals, head, digits)
+        counts = at(at(p.counts, head, p.tiles * digits), tile, digits)
+        totals = at(p.totals, head, digits)
         in_tile = Int32(0)
         in_head = Int32(0)
         for first in range(0, digits, THREADS):
@@ -206,30 +192,30 @@ class RadixScatter(Kernel):
             in_head += total_sum
         cute.arch.sync_threads()
 
-        write_entries = entries_out.toint() != 0
-        entries_out = at(entries_out, head, size)
+        write_entries = p.entries_out.toint() != 0
+        entries_out = at(p.entries_out, head, p.size)
         for k in cutlass.range_constexpr(self.per_thread):
-            digit = (keys[k] >> shift) & (digits - 1)
+            digit = (keys[k] >> p.shift) & (digits - 1)
             ranks[k] += tile_start[digit] + own[digit]
             if write_entries and values[k] >= 0:
-                entries_out[(values[k] & TOKEN_MASK) * topk + (values[k] >> TOKEN_BITS)] = to_global[digit] + ranks[k]
+                entries_out[(values[k] & TOKEN_MASK) * p.topk + (values[k] >> TOKEN_BITS)] = to_global[digit] + ranks[k]
         cute.arch.sync_threads()  # the counters have been read: their memory takes the ordered tile
         for k in cutlass.range_constexpr(self.per_thread):
             counters[ranks[k]] = keys[k]
             counters[TILE + ranks[k]] = values[k]
         cute.arch.sync_threads()
 
-        keys_out = at(keys_out, head, size)
-        values_out = at(values_out, head, size)
-        write_indices = indices_out.toint() != 0
-        indices_out = at(indices_out, head, size)
-        valid = cutlass.min(size - tile * TILE, TILE)
+        keys_out = at(p.keys_out, head, p.size)
+        values_out = at(p.values_out, head, p.size)
+        write_indices = p.indices_out.toint() != 0
+        indices_out = at(p.indices_out, head, p.size)
+        valid = cutlass.min(p.size - tile * TILE, TILE)
         for k in cutlass.range_constexpr(self.per_thread):
             i = k * THREADS + thread
             if i < valid:
                 key = counters[i]
                 value = counters[TILE + i]
-                place = to_global[(key >> shift) & (digits - 1)] + i
+                place = to_global[(key >> p.shift) & (digits - 1)] + i
                 keys_out[place] = key
                 values_out[place] = value
                 if write_indices:

@@ -2,7 +2,7 @@
 
 A group is the tokens of 128 query rows, whatever sequences they belong to; an element of its union is a CSR row, that
 is a sequence and a block, with a bit for each token of the group that selects it. What the arrays hold stands at
-Schedule in sparse_aot/_schedule.pyx, and when the forward uses them at ``walks`` in work.py.
+Schedule in sparse_aot/msa/_schedule.pyx, and when the forward uses them at ``walks`` in work.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from aot.kernel import Kernel, Ptr
-from aot.kernels.sorting import WARP, at, fill, head_and_tile
-from aot.kernels.work import WALK_CAP, WALK_ROWS, WALK_TOO_MANY
+from aot.kernels.memory import at
+from aot.kernels.msa.work import WALK_CAP, WALK_ROWS, WALK_TOO_MANY
+from aot.kernels.sorting import WARP, fill, head_and_tile
 
 THREADS = 128
 SLOTS_LOG2 = 8
@@ -50,23 +51,10 @@ class WalkPlan(Kernel):
         }
 
     @cute.kernel
-    def kernel(
-        self,
-        keys: cute.Pointer,
-        row_sequence: cute.Pointer,
-        row_block: cute.Pointer,
-        walk_blocks: cute.Pointer,
-        walk_counts: cute.Pointer,
-        walk_totals: cute.Pointer,
-        size: Int32,
-        topk: Int32,
-        total_rows: Int32,
-        groups: Int32,
-        tokens_per_group: Int32,
-    ):
+    def kernel(self, p):
         thread, _, _ = cute.arch.thread_idx()
-        head, group = head_and_tile(groups)
-        words = (tokens_per_group + 31) // 32
+        head, group = head_and_tile(p.groups)
+        words = (p.tokens_per_group + 31) // 32
         smem = cutlass.memory.SmemAllocator()
         table = smem.allocate_array(Int32, SLOTS)  # the row in each slot
         members = smem.allocate_array(Int32, SLOTS * MAX_WORDS)  # its tokens
@@ -82,10 +70,10 @@ class WalkPlan(Kernel):
             selected[0] = Int32(0)
         cute.arch.sync_threads()
 
-        first = group * tokens_per_group * topk
-        ids = cutlass.min(size - first, tokens_per_group * topk)
-        keys = at(keys, head, size) + first
-        topk_log2 = cute.arch.popc(Uint32(topk - 1)).to(Int32)
+        first = group * p.tokens_per_group * p.topk
+        ids = cutlass.min(p.size - first, p.tokens_per_group * p.topk)
+        keys = at(p.keys, head, p.size) + first
+        topk_log2 = cute.arch.popc(Uint32(p.topk - 1)).to(Int32)
         loaded = cute.make_rmem_tensor(LOADS, Int32)
         own = Int32(0)
         for start in range(0, ids, LOADS * THREADS):
@@ -96,7 +84,7 @@ class WalkPlan(Kernel):
                     loaded[k] = keys[i]
             for k in cutlass.range_constexpr(LOADS):
                 row = loaded[k]
-                if row >= 0 and row < total_rows:
+                if row >= 0 and row < p.total_rows:
                     own += 1
                     slot = self.insert(row, table, rows, slots, count)
                     if slot < SLOTS:
@@ -114,8 +102,8 @@ class WalkPlan(Kernel):
         columns = words + COLUMNS
         if thread < listed:
             row = rows[thread]
-            sequence = row_sequence[row]
-            block = row_block[row]
+            sequence = p.row_sequence[row]
+            block = p.row_block[row]
             rank = Int32(0)
             for i in cutlass.range(listed, unroll=8):
                 rank += (rows[i] < row).to(Int32)
@@ -127,20 +115,20 @@ class WalkPlan(Kernel):
                 element[COLUMNS + word] = own_members[word]
         cute.arch.sync_threads()
 
-        place = Int64(head) * groups + group
-        walk_blocks = walk_blocks + place * (columns * WALK_CAP)
+        place = Int64(head) * p.groups + group
+        walk_blocks = p.walk_blocks + place * (columns * WALK_CAP)
         for i in range(thread, columns * WALK_CAP, THREADS):
             value = Int32(0)
             if i < listed * columns:
                 value = elements[i]
             walk_blocks[i] = value
         if thread == 0:
-            (walk_counts + place)[0] = found
+            (p.walk_counts + place)[0] = found
             blocks = Int64(found)
             if found > WALK_CAP:
                 blocks = Int64(WALK_TOO_MANY)
-            cute.arch.atomic_add(walk_totals, blocks)
-            cute.arch.atomic_add(walk_totals + 1, Int64(selected[0]))
+            cute.arch.atomic_add(p.walk_totals, blocks)
+            cute.arch.atomic_add(p.walk_totals + 1, Int64(selected[0]))
 
     @cute.jit
     def insert(self, row: Int32, table: cute.Pointer, rows: cute.Pointer, slots: cute.Pointer, count: cute.Pointer):

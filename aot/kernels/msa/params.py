@@ -4,14 +4,11 @@ from typing import Any
 
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from aot.kernel import Ptr, TensorMap
+from aot.kernel import Ptr
 
 
-def forward_params(q_map: TensorMap, k_map: TensorMap, v_map: TensorMap, partial: type) -> dict[str, Any]:
+def forward_params(partial: type) -> dict[str, Any]:
     return {
-        "q_map": q_map,
-        "k_map": k_map,
-        "v_map": v_map,
         "q": Ptr(BFloat16, 16),
         "k2q_row_ptr": Ptr(Int32),
         "qsplit_indices": Ptr(Int32),

@@ -10,11 +10,13 @@ from cutlass import BFloat16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.experimental import primitives
 
-from aot.kernels import partials, work
+from aot.kernels import items, pages
+from aot.kernels.items import KV_STAGES
 from aot.kernels.mask import BLK_KV
-from aot.kernels.partials import HEAD_DIM
+from aot.kernels.memory import vector
+from aot.kernels.msa import partials, work
+from aot.kernels.msa.partials import HEAD_DIM
 
-KV_STAGES = 2
 # Of a work item in shared memory: count, first entry, KV head, key_limit, causal_shift and three unused ones, so that
 # an item's place is a shift: with five words one configuration spills.
 ITEM_WORDS = 8
@@ -25,98 +27,48 @@ BLOCK_BYTES = BLK_KV * HEAD_DIM * 2
 
 
 @cute.jit
-def load_blocks(maps, shared, barriers, schedule, sequences, sizes):
+def load_blocks(maps, s, b, p, entries):
     """One warp: claim work items and load their K and V; a count of -1 ends the stream."""
-    scheduler_metadata, work_count, work_counter, k2q_row_ptr = schedule
-    batch, entries, head_kv, total_rows, work_capacity, causal = sizes
-    items = min(work.vector(work_count)[0], work_capacity)
+    end = min(vector(p.work_count)[0], p.work_capacity)
     kv_index = Int32(0)
     tails = Int32(0)
     item, _, _ = cute.arch.block_idx()
-    while item < items:
-        claimed = claim(work_counter)
-        count, head, first, sequence, block = work.decode(
-            item, scheduler_metadata, k2q_row_ptr, head_kv, total_rows, entries, batch
-        )
+    while item < end:
+        claimed = items.claim(p)
+        count, head, first, sequence, block = work.decode(p, item, entries)
         if count > 0:
-            key_limit, causal_shift, row, page = locate(sequence, block, causal, sequences)
+            key_limit, causal_shift, row, page = pages.locate(p, sequence, block)
             words = (count, first, head, key_limit, causal_shift)
-            tails = fetch(maps, shared, barriers, kv_index, tails, words, (row, head, page), key_limit)
+            tails = fetch(maps, s, b, kv_index, tails, words, row, page)
             kv_index += 1
         item = cute.arch.shuffle_sync(claimed, 0)
-    finish(shared, barriers, kv_index)
+    items.finish(s, b, kv_index)
 
 
 @cute.jit
-def claim(work_counter: cute.Pointer) -> Int32:
-    """The next unclaimed work item, known to lane 0 only; every CTA starts with the item of its own number."""
-    ctas, _, _ = cute.arch.grid_dim()
-    claimed = Int32(0)
-    if cute.arch.lane_idx() == 0:
-        claimed = ctas + cute.arch.atomic_add(work_counter, Int32(1))
-    return claimed
-
-
-@cute.jit
-def locate(sequence, block, causal, sequences):
-    """(key_limit, causal_shift, row, page) of a block: its bounds, and where the tensor maps find it.
-
-    Flat, a block is a range of tokens of the only page, and ``kv_extent`` is the number of tokens; paged, it is one of
-    ``kv_extent`` pages. A block that does not exist, or the part of it that does not, is past the limit.
-    """
-    cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, page_table_stride, max_pages, kv_extent = sequences
-    paged = page_table.toint() != 0
-    key_limit, causal_shift = work.bounds(sequence, block, causal, cu_seqlens_q, cu_seqlens_k, seqused_k, paged)
-    row, page = work.vector(cu_seqlens_k)[sequence] + block * BLK_KV, Int32(0)
-    existing = kv_extent - row if row >= 0 else Int32(0)
-    if paged:
-        row, page = Int32(0), Int32(-1)
-        if block < max_pages:
-            page = work.vector(page_table)[sequence * page_table_stride + block]
-        existing = Int32(BLK_KV) if page >= 0 and page < kv_extent else Int32(0)
-    return min(key_limit, existing), causal_shift, row, page
-
-
-@cute.jit
-def fetch(maps, shared, barriers, kv_index, tails, words, block, key_limit) -> Int32:
+def fetch(maps, s, b, kv_index, tails, words, row, page) -> Int32:
     """One warp: publish an item's words and load its K and V into the next stage; the new number of ``tails``."""
-    k_map, v_map = maps
-    s_k, s_v, s_item = shared
-    item_full, k_full, v_full, kv_empty, v_tail = barriers
-    row, head, page = block
+    _, _, head, key_limit, _, *_ = words
     lane = cute.arch.lane_idx()
     stage = kv_index % KV_STAGES
-    cute.arch.mbarrier_wait(kv_empty + stage, (kv_index // KV_STAGES + 1) % 2)
+    cute.arch.mbarrier_wait(b.kv_empty + stage, (kv_index // KV_STAGES + 1) % 2)
     if lane == 0:
         for i in cutlass.range_constexpr(len(words)):
-            s_item[i, stage] = words[i]
-        cute.arch.mbarrier_arrive(item_full + stage)
-        load_block(k_map, s_k, stage, k_full + stage, row, head, page)
+            s.item[i, stage] = words[i]
+        cute.arch.mbarrier_arrive(b.item_full + stage)
+        load_block(maps.k, s.k, stage, b.k_full + stage, row, head, page)
     if key_limit >= BLK_KV:
         if lane == 0:
-            load_block(v_map, s_v, stage, v_full + stage, row, head, page)
+            load_block(maps.v, s.v, stage, b.v_full + stage, row, head, page)
     else:
         if lane == 0:
-            load_block(v_map, s_v, stage, v_tail, row, head, page)
-        cute.arch.mbarrier_wait(v_tail, tails % 2)
+            load_block(maps.v, s.v, stage, b.v_tail, row, head, page)
+        cute.arch.mbarrier_wait(b.v_tail, tails % 2)
         tails += 1
-        zero_tail(s_v, stage, key_limit, lane)
+        zero_tail(s.v, stage, key_limit, lane)
         if lane == 0:
-            cute.arch.mbarrier_arrive(v_full + stage)
+            cute.arch.mbarrier_arrive(b.v_full + stage)
     return tails
-
-
-@cute.jit
-def finish(shared, barriers, kv_index):
-    """One warp: publish the end of the stream."""
-    _, _, s_item = shared
-    item_full, k_full, _, kv_empty, _ = barriers
-    stage = kv_index % KV_STAGES
-    cute.arch.mbarrier_wait(kv_empty + stage, (kv_index // KV_STAGES + 1) % 2)
-    if cute.arch.lane_idx() == 0:
-        s_item[0, stage] = -1
-        cute.arch.mbarrier_arrive(item_full + stage)
-        cute.arch.mbarrier_arrive(k_full + stage)
 
 
 @cute.jit
@@ -124,7 +76,7 @@ def load_block(tensor_map, s_block, stage, full, row, head, page):
     """One thread: fetch a block's K or V into a stage."""
     cute.arch.mbarrier_arrive_and_expect_tx(full, BLOCK_BYTES)
     target = s_block + stage * (BLK_KV * HEAD_DIM)
-    primitives.cp_async_bulk_tensor_shared_cta_global(target, tensor_map.get_ptr(), (0, row, 0, head, page), full)
+    primitives.cp_async_bulk_tensor_shared_cta_global(target, tensor_map, (0, row, 0, head, page), full)
 
 
 @cute.jit
@@ -140,13 +92,12 @@ def zero_tail(s_v, stage, key_limit, lane):
 
 
 @cute.jit
-def fetch_queries(q, mine, place, head, total_q, full, rows: cutlass.Constexpr[int], g: cutlass.Constexpr[int]):
+def fetch_queries(maps, p, mine, place, head, full, rows: cutlass.Constexpr[int], g: cutlass.Constexpr[int]):
     """One warp: fetch a tile of ``rows`` and arrive on ``full``, once for each token but at most 32 times.
 
     ``mine`` holds the tile's entries, entry i in lane i % 32. The tensor copy engine fetches a token's heads where they
     fill whole atoms; smaller groups would take so many copies that issuing them is the limit, and go through cp.async.
     """
-    q_map, q, stride_token, stride_head = q
     lane = cute.arch.lane_idx()
     tokens = rows // g
     if const_expr(g >= ATOM_ROWS):
@@ -156,9 +107,9 @@ def fetch_queries(q, mine, place, head, total_q, full, rows: cutlass.Constexpr[i
         if lane < tokens:
             coordinates = (0, 0, 0, head * (g // ATOM_ROWS), mine[0] & partials.TOKEN_MASK)
             target = place + lane * (g * HEAD_DIM)
-            primitives.cp_async_bulk_tensor_shared_cta_global(target, q_map.get_ptr(), coordinates, full)
+            primitives.cp_async_bulk_tensor_shared_cta_global(target, maps.q, coordinates, full)
     else:
-        gather((q, stride_token, stride_head), mine, place, head, total_q, lane, rows, g)
+        gather(p, mine, place, head, lane, rows, g)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
@@ -167,46 +118,40 @@ def fetch_queries(q, mine, place, head, total_q, full, rows: cutlass.Constexpr[i
 
 
 @cute.jit
-def gather(q, mine, place, head, total_q, lane, rows: cutlass.Constexpr[int], g: cutlass.Constexpr[int]):
+def gather(p, mine, place, head, lane, rows: cutlass.Constexpr[int], g: cutlass.Constexpr[int]):
     """One warp: start copying the ``rows`` of a tile, two at a time, to where the products read them.
 
     ``mine`` holds the tile's entries, entry i in lane i % 32.
     """
-    q, stride_token, stride_head = q
     atom = cute.make_copy_atom(
         cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), BFloat16, num_bits_per_copy=128
     )
-    vector = cute.make_layout(8)
+    piece = cute.make_layout(8)
     odd, chunk = lane // 16, lane % 16
     column = place + cute.assume(
         chunk // 8 * (ATOM_ROWS * SWIZZLE_COLUMNS) + odd * SWIZZLE_COLUMNS, divby=SWIZZLE_COLUMNS
     )
-    source = q
+    source = p.q
     for i in cutlass.range_constexpr(cute.size(mine)):
         for group in cutlass.range(min(rows, 32 * g) // ATOM_ROWS, unroll=1):
             for row in cutlass.range_constexpr(0, ATOM_ROWS, 2):
                 if const_expr(row % g == 0):  # the next token
                     slot = group * (ATOM_ROWS // g) + row // g + (odd if g == 1 else 0)
                     word = cute.arch.shuffle_sync(mine[i], slot)
-                    token = min(word & partials.TOKEN_MASK, total_q - 1)
+                    token = min(word & partials.TOKEN_MASK, p.total_q - 1)
                     group_head = head * g + (odd if g > 1 else 0)
-                    start = Int64(token) * stride_token + group_head * stride_head + chunk * 8
-                    source = q + cute.assume(start, divby=8)
-                skipped = row % g * stride_head
+                    start = Int64(token) * p.q_stride_token + group_head * p.q_stride_head + chunk * 8
+                    source = p.q + cute.assume(start, divby=8)
+                skipped = row % g * p.q_stride_head
                 swizzled = ((chunk ^ odd) % 8 ^ row) * 8
                 target = column + cute.assume(
                     (i * 4 * g + group) * (ATOM_ROWS * HEAD_DIM) + row * SWIZZLE_COLUMNS + swizzled, divby=8
                 )
                 cute.copy(
                     atom,
-                    cute.make_tensor(source + cute.assume(skipped, divby=8), vector),
-                    cute.make_tensor(target, vector),
+                    cute.make_tensor(source + cute.assume(skipped, divby=8), piece),
+                    cute.make_tensor(target, piece),
                 )
-
-
-def words_of_item(s_item: cute.Tensor, stage: Int32):
-    """An item's words but the first: (first entry, KV head, key_limit, causal_shift); of a walk, its group first."""
-    return tuple(s_item[i, stage] for i in range(1, 5))
 
 
 @cute.jit

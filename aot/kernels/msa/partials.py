@@ -14,8 +14,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 HEAD_DIM = 128
-LN2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
 TOKEN_BITS = 24
 TOKEN_MASK = (1 << TOKEN_BITS) - 1
 PARTIAL_DTYPES = {"float32": Float32, "bfloat16": BFloat16}
@@ -48,12 +46,3 @@ def chunk_column(dtype: type, index: Int32, pair: int) -> Int32:
     """The column of the first of the two elements that make pair number ``pair`` of chunk ``index``."""
     pairs = chunk_elements(dtype) // 2
     return 8 * (pairs * (index // 4) + pair) + 2 * (index % 4)
-
-
-@cute.jit
-def log_sum_exp(maximum_log2: Float32, total: Float32) -> Float32:
-    """Natural-log logsumexp from a maximum in the log2 domain and the sum of ``exp2(x - maximum)``; -inf if empty."""
-    lse = -Float32.inf
-    if total != 0.0:
-        lse = (maximum_log2 + cute.math.log2(total, fastmath=True)) * LN2
-    return lse

@@ -5,7 +5,7 @@ the tokens of a row ascending; an entry's value is its qsplit word, token | slot
 ``total_rows`` and value -1, so that they end up as the tail of -1. The way back is ``split_entries``
 [head_kv, total_q, topk]: where in its head the entry of a token's slot stands, -1 past the token's count.
 Launches of build_k2q_csr: CsrRows, CsrKeys, { RadixScan, RadixScatter, RadixCount of the next pass }, CsrRowPtr; with
-a schedule, WalkPlan (smxx_walk.py) after CsrKeys.
+a schedule, WalkPlan (smxx_walk_plan.py) after CsrKeys.
 From a given CSR the slots come back without q2k or sort: memset of split_counts, CsrCollect, CsrSplit.
 
 Rows are numbered block outermost, sequence innermost. ``row_of`` has them in sequence order: block b of sequence s is
@@ -20,31 +20,32 @@ from cutlass import Int32, Int64, Uint32
 
 from aot.kernel import Kernel, Ptr
 from aot.kernels.mask import BLK_KV
-from aot.kernels.partials import TOKEN_BITS
-from aot.kernels.smxx_sort import MAX_DIGITS, THREADS, TILE
-from aot.kernels.sorting import WARP, at, fill, head_and_tile, lower_bound, warp_inclusive_scan
+from aot.kernels.memory import at
+from aot.kernels.msa.partials import TOKEN_BITS
+from aot.kernels.msa.smxx_sort import MAX_DIGITS, THREADS, TILE
+from aot.kernels.sorting import WARP, fill, head_and_tile, lower_bound, warp_inclusive_scan
 
 NO_BLOCK = 0x7FFFFFFF
 
 
 @cute.jit
-def block_count(cu_seqlens_k: cute.Pointer, sequence: Int32, batch: Int32, total_rows: Int32):
+def block_count(p, sequence: Int32):
     """Blocks of a sequence, 0 past the batch; never more than there are rows."""
     count = Int32(0)
-    if sequence < batch:
-        length = cu_seqlens_k[sequence + 1] - cu_seqlens_k[sequence]
-        count = cutlass.min(cutlass.max((length + BLK_KV - 1) // BLK_KV, 0), total_rows)
+    if sequence < p.batch:
+        length = p.cu_seqlens_k[sequence + 1] - p.cu_seqlens_k[sequence]
+        count = cutlass.min(cutlass.max((length + BLK_KV - 1) // BLK_KV, 0), p.total_rows)
     return count
 
 
 @cute.jit
-def rows_before(cu_seqlens_k: cute.Pointer, block: Int32, batch: Int32, total_rows: Int32):
+def rows_before(p, block: Int32):
     """(rows of the blocks below ``block``, sequences that have ``block``), by a warp."""
     lane = cute.arch.lane_idx()
     before = Int32(0)
     having = Int32(0)
-    for first in range(0, batch, WARP):
-        count = block_count(cu_seqlens_k, first + lane, batch, total_rows)
+    for first in range(0, p.batch, WARP):
+        count = block_count(p, first + lane)
         before += cutlass.min(count, block)
         having += (count > block).to(Int32)
     return cute.arch.warp_redux_sync(before, "add"), cute.arch.warp_redux_sync(having, "add")
@@ -56,7 +57,7 @@ class CsrRows(Kernel):
     A warp takes a block number and walks the sequences twice: the first walk finds the block's first row, the second
     ranks the sequences that have it by ballot, O(batch / 32) each: long sequences and large batches are both cheap.
     ``row_sequence`` and ``row_block`` of rows that no sequence has are -1. ``walk_totals`` [2], where not null, becomes
-    0: WalkPlan (smxx_walk.py) adds to it."""
+    0: WalkPlan (smxx_walk_plan.py) adds to it."""
 
     def __init__(self) -> None:
         self.threads = 512
@@ -74,53 +75,43 @@ class CsrRows(Kernel):
         }
 
     @cute.kernel
-    def kernel(
-        self,
-        cu_seqlens_k: cute.Pointer,
-        row_of: cute.Pointer,
-        sequence_base: cute.Pointer,
-        row_sequence: cute.Pointer,
-        row_block: cute.Pointer,
-        walk_totals: cute.Pointer,
-        batch: Int32,
-        total_rows: Int32,
-    ):
+    def kernel(self, p):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
 
         block = cta * self.warps + thread // WARP
-        row, having = rows_before(cu_seqlens_k, block, batch, total_rows)
+        row, having = rows_before(p, block)
         # Warp 0 always takes block 0: it also writes the bases, of empty sequences too.
         while having > 0 or block == 0:
             base = Int32(0)
-            for first in range(0, batch, WARP):
+            for first in range(0, p.batch, WARP):
                 sequence = first + lane
-                count = block_count(cu_seqlens_k, sequence, batch, total_rows)
-                own_base = cutlass.min(base + warp_inclusive_scan(count) - count, total_rows)
-                base = cutlass.min(cute.arch.shuffle_sync(own_base + count, WARP - 1), total_rows)
-                if block == 0 and sequence < batch:
-                    sequence_base[sequence] = own_base
+                count = block_count(p, sequence)
+                own_base = cutlass.min(base + warp_inclusive_scan(count) - count, p.total_rows)
+                base = cutlass.min(cute.arch.shuffle_sync(own_base + count, WARP - 1), p.total_rows)
+                if block == 0 and sequence < p.batch:
+                    p.sequence_base[sequence] = own_base
                 votes = cute.arch.vote_ballot_sync(count > block)
                 own_row = row + cute.arch.popc(Uint32(votes) & cute.arch.lanemask_lt()).to(Int32)
                 row += cute.arch.popc(Uint32(votes)).to(Int32)
                 if count > block:
-                    if own_base + block < total_rows:
-                        row_of[own_base + block] = own_row
-                    if own_row >= 0 and own_row < total_rows:
-                        row_sequence[own_row] = sequence
-                        row_block[own_row] = block
+                    if own_base + block < p.total_rows:
+                        p.row_of[own_base + block] = own_row
+                    if own_row >= 0 and own_row < p.total_rows:
+                        p.row_sequence[own_row] = sequence
+                        p.row_block[own_row] = block
             block += ctas * self.warps
-            row, having = rows_before(cu_seqlens_k, block, batch, total_rows)
+            row, having = rows_before(p, block)
 
-        if walk_totals.toint() != 0 and cta == 0 and thread < 2:
-            walk_totals[thread] = Int64(0)
-        rows, having = rows_before(cu_seqlens_k, total_rows, batch, total_rows)
-        for row in range(rows + cta * self.threads + thread, total_rows, ctas * self.threads):
+        if p.walk_totals.toint() != 0 and cta == 0 and thread < 2:
+            p.walk_totals[thread] = Int64(0)
+        rows, having = rows_before(p, p.total_rows)
+        for row in range(rows + cta * self.threads + thread, p.total_rows, ctas * self.threads):
             if row >= 0:
-                row_sequence[row] = Int32(-1)
-                row_block[row] = Int32(-1)
+                p.row_sequence[row] = Int32(-1)
+                p.row_block[row] = Int32(-1)
 
 
 class CsrKeys(Kernel):
@@ -158,62 +149,42 @@ class CsrKeys(Kernel):
         }
 
     @cute.kernel
-    def kernel(
-        self,
-        q2k_indices: cute.Pointer,
-        cu_seqlens_q: cute.Pointer,
-        cu_seqlens_k: cute.Pointer,
-        row_of: cute.Pointer,
-        sequence_base: cute.Pointer,
-        keys: cute.Pointer,
-        values: cute.Pointer,
-        split_counts: cute.Pointer,
-        split_entries: cute.Pointer,
-        counts: cute.Pointer,
-        q2k_stride_head: Int64,
-        q2k_stride_token: Int64,
-        total_q: Int32,
-        head_kv: Int32,
-        batch: Int32,
-        total_rows: Int32,
-        tiles: Int32,
-        bits: Int32,
-    ):
+    def kernel(self, p):
         thread, _, _ = cute.arch.thread_idx()
-        head, tile = head_and_tile(tiles)
+        head, tile = head_and_tile(p.tiles)
         position = thread % self.topk
         group_shift = cute.arch.lane_idx() - position
         group = Uint32((1 << self.topk) - 1) << Uint32(group_shift)
         histogram = cutlass.memory.SmemAllocator().allocate_array(Int32, MAX_DIGITS)
-        digits = Int32(1) << bits
+        digits = Int32(1) << p.bits
         fill(histogram, digits, 0, THREADS)
         cute.arch.sync_threads()
 
-        size = total_q * self.topk
-        keys = at(keys, head, size)
-        values = at(values, head, size)
-        write_entries = split_entries.toint() != 0
-        split_entries = at(split_entries, head, size)
-        q2k_indices = q2k_indices + Int64(head) * q2k_stride_head
+        size = p.total_q * self.topk
+        keys = at(p.keys, head, size)
+        values = at(p.values, head, size)
+        write_entries = p.split_entries.toint() != 0
+        split_entries = at(p.split_entries, head, size)
+        q2k_indices = p.q2k_indices + Int64(head) * p.q2k_stride_head
         for k in cutlass.range(TILE // THREADS, unroll=4):
             i = tile * TILE + k * THREADS + thread
             token = i // self.topk
             block = Int32(NO_BLOCK)
-            row = total_rows
+            row = p.total_rows
             if i < size:
-                named = (q2k_indices + (Int64(token) * q2k_stride_token + Int64(position))).load()
-                sequence = self.sequence_of(cu_seqlens_q, token, batch)
-                if named >= 0 and named < block_count(cu_seqlens_k, sequence, batch, total_rows):
-                    place = sequence_base[sequence] + named
-                    if place < total_rows:
-                        found = row_of[place]
-                        if found >= 0 and found < total_rows:
+                named = (q2k_indices + (Int64(token) * p.q2k_stride_token + Int64(position))).load()
+                sequence = self.sequence_of(p.cu_seqlens_q, token, p.batch)
+                if named >= 0 and named < block_count(p, sequence):
+                    place = p.sequence_base[sequence] + named
+                    if place < p.total_rows:
+                        found = p.row_of[place]
+                        if found >= 0 and found < p.total_rows:
                             block = named
                             row = found
             same = cute.arch.match_sync(0xFFFFFFFF, block, "any")
             if (same & group & cute.arch.lanemask_lt()) != 0:
                 block = Int32(NO_BLOCK)
-                row = total_rows
+                row = p.total_rows
             slot = Int32(0)
             for j in cutlass.range_constexpr(self.topk):
                 slot += (cute.arch.shuffle_sync(block, group_shift + j) < block).to(Int32)
@@ -226,13 +197,13 @@ class CsrKeys(Kernel):
                 keys[i] = row
                 values[i] = value
                 if position == 0:
-                    at(split_counts, token, head_kv)[head] = count
+                    at(p.split_counts, token, p.head_kv)[head] = count
                 if write_entries and position >= count:
                     split_entries[i] = Int32(-1)
                 cute.arch.atomic_add(histogram + (row & (digits - 1)), Int32(1))
         cute.arch.sync_threads()
 
-        counts = at(at(counts, head, tiles * digits), tile, digits)
+        counts = at(at(p.counts, head, p.tiles * digits), tile, digits)
         for digit in range(thread, digits, THREADS):
             counts[digit] = histogram[digit]
 
@@ -260,12 +231,12 @@ class CsrRowPtr(Kernel):
         }
 
     @cute.kernel
-    def kernel(self, keys: cute.Pointer, row_ptr: cute.Pointer, size: Int32, total_rows: Int32, tiles: Int32):
+    def kernel(self, p):
         thread, _, _ = cute.arch.thread_idx()
-        head, tile = head_and_tile(tiles)
+        head, tile = head_and_tile(p.tiles)
         row = tile * THREADS + thread
-        if row <= total_rows:
-            at(row_ptr, head, total_rows + 1)[row] = lower_bound(at(keys, head, size), size, row)
+        if row <= p.total_rows:
+            at(p.row_ptr, head, p.total_rows + 1)[row] = lower_bound(at(p.keys, head, p.size), p.size, row)
 
 
 class CsrCollect(Kernel):
@@ -290,35 +261,23 @@ class CsrCollect(Kernel):
         }
 
     @cute.kernel
-    def kernel(
-        self,
-        row_ptr: cute.Pointer,
-        q_indices: cute.Pointer,
-        qsplit_indices: cute.Pointer,
-        split_counts: cute.Pointer,
-        split_entries: cute.Pointer,
-        total_q: Int32,
-        topk: Int32,
-        head_kv: Int32,
-        total_rows: Int32,
-        tiles: Int32,
-    ):
+    def kernel(self, p):
         thread, _, _ = cute.arch.thread_idx()
-        head, tile = head_and_tile(tiles)
-        size = total_q * topk
-        used = at(row_ptr, head, total_rows + 1)[total_rows]
-        q_indices = at(q_indices, head, size)
-        qsplit_indices = at(qsplit_indices, head, size)
-        split_entries = at(split_entries, head, size)
+        head, tile = head_and_tile(p.tiles)
+        size = p.total_q * p.topk
+        used = at(p.row_ptr, head, p.total_rows + 1)[p.total_rows]
+        q_indices = at(p.q_indices, head, size)
+        qsplit_indices = at(p.qsplit_indices, head, size)
+        split_entries = at(p.split_entries, head, size)
         for k in cutlass.range(TILE // THREADS, unroll=4):
             i = tile * TILE + k * THREADS + thread
             if i < size:
                 qsplit_indices[i] = Int32(-1)
                 token = q_indices[i]
-                if i < used and token >= 0 and token < total_q:
-                    place = cute.arch.atomic_add(at(split_counts, token, head_kv) + head, Int32(1))
-                    if place < topk:
-                        split_entries[token * topk + place] = i
+                if i < used and token >= 0 and token < p.total_q:
+                    place = cute.arch.atomic_add(at(p.split_counts, token, p.head_kv) + head, Int32(1))
+                    if place < p.topk:
+                        split_entries[token * p.topk + place] = i
 
 
 class CsrSplit(Kernel):
@@ -341,29 +300,21 @@ class CsrSplit(Kernel):
         }
 
     @cute.kernel
-    def kernel(
-        self,
-        qsplit_indices: cute.Pointer,
-        split_counts: cute.Pointer,
-        split_entries: cute.Pointer,
-        total_q: Int32,
-        head_kv: Int32,
-        tiles: Int32,
-    ):
+    def kernel(self, p):
         thread, _, _ = cute.arch.thread_idx()
-        head, tile = head_and_tile(tiles)
+        head, tile = head_and_tile(p.tiles)
         position = thread % self.topk
         group_shift = cute.arch.lane_idx() - position
-        size = total_q * self.topk
-        qsplit_indices = at(qsplit_indices, head, size)
-        split_entries = at(split_entries, head, size)
+        size = p.total_q * self.topk
+        qsplit_indices = at(p.qsplit_indices, head, size)
+        split_entries = at(p.split_entries, head, size)
         for k in cutlass.range(TILE // THREADS, unroll=4):
             i = tile * TILE + k * THREADS + thread
             token = i // self.topk
             count = Int32(0)
             entry = Int32(NO_BLOCK)
             if i < size:
-                count = at(split_counts, token, head_kv)[head]
+                count = at(p.split_counts, token, p.head_kv)[head]
                 if position < count:
                     entry = split_entries[i]
             slot = Int32(0)
@@ -375,4 +326,4 @@ class CsrSplit(Kernel):
             elif i < size:
                 split_entries[i] = Int32(-1)
             if position == 0 and count > self.topk:
-                at(split_counts, token, head_kv)[head] = Int32(self.topk)
+                at(p.split_counts, token, p.head_kv)[head] = Int32(self.topk)

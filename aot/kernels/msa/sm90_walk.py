@@ -3,21 +3,23 @@
 A work item is a KV head and a group of 128 query rows, 64 a consumer warpgroup. K and V of every block that one of the
 group's tokens selects stream past both; a token's rows see a block only if its membership bit is set. The softmax is
 online, O stays in registers, and the finished rows go to the output: no partials, and combine has nothing to do.
-Rings and barriers are those of sm90_fwd.py. O lives through the loop beside S and P, so the third consumer warpgroup
-gives its registers away: 224 for each of the other two, 40 for a producer.
-Budget of a step of a tile: the tile's of sm90_fwd.py without Q and O; a rescaling of O (64 multiplications a thread) is
-skipped where no maximum of the warp moved, and so is setting O aside (into the registers that S has left) for rows
-that see nothing of the block: they must not take part, whatever bytes stand there.
+Rings and barriers are those of sm90_prefill.py. O lives through the loop beside S and P, so the third consumer
+warpgroup gives its registers away: 224 for each of the other two, 40 for a producer.
+Budget of a step of a tile: the tile's of sm90_prefill.py without Q and O; a rescaling of O (64 multiplications a
+thread) is skipped where no maximum of the warp moved, and so is setting O aside (into the registers that S has left)
+for rows that see nothing of the block: they must not take part, whatever bytes stand there.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
-from aot.kernels import loading, partials, softmax, work
-from aot.kernels.loading import KV_STAGES
+from aot.kernels import items, pages, softmax
+from aot.kernels.items import KV_STAGES
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
-from aot.kernels.partials import HEAD_DIM
+from aot.kernels.memory import vector
+from aot.kernels.msa import loading, work
+from aot.kernels.msa.partials import HEAD_DIM
 from aot.kernels.sm90_mma import TILE_ROWS, as_operand, copy, multiply, products, rows_of_thread
 
 CONSUMERS = work.WALK_ROWS // TILE_ROWS
@@ -30,78 +32,73 @@ NOWHERE = -BLK_KV  # a row before the first: reads as zero
 
 
 class WalkRoles:
-    """The warp roles of ForwardSm90 when it walks; ``self`` is the kernel."""
+    """The warp roles of PrefillSm90 when it walks; ``self`` is the kernel."""
 
     @cute.jit
-    def walk_load_blocks(self, maps, shared, barriers, plan, work_counter, sequences, sizes):
+    def walk_load_blocks(self, maps, s, b, p):
         """Warp 0: claim groups and load the K and V of their blocks, one after the other."""
-        walk_blocks, walk_counts = plan
-        batch, total_q, head_kv, causal = sizes
-        groups = (total_q + self.walk_tokens - 1) // self.walk_tokens
+        groups = (p.total_q + self.walk_tokens - 1) // self.walk_tokens
         kv_index = Int32(0)
         tails = Int32(0)
         item, _, _ = cute.arch.block_idx()
-        while item < head_kv * groups:
-            claimed = loading.claim(work_counter)
-            count = min(work.vector(walk_counts)[item], work.WALK_CAP)
+        while item < p.head_kv * groups:
+            claimed = items.claim(p)
+            count = min(vector(p.walk_counts)[item], work.WALK_CAP)
             steps = max(count, 1)  # a group that sees nothing takes a step, too: it writes zeros
             for step in cutlass.range(steps, unroll=1):
-                block = work.vector(walk_blocks + (Int64(item) * work.WALK_CAP + step) * (2 + self.walk_words))
+                block = vector(p.walk_blocks + (Int64(item) * work.WALK_CAP + step) * (2 + self.walk_words))
                 sequence, number = block[0], block[1]
-                exists = count > 0 and sequence >= 0 and sequence < batch and number >= 0
+                exists = count > 0 and sequence >= 0 and sequence < p.batch and number >= 0
                 key_limit, causal_shift, row, page = Int32(0), Int32(0), Int32(NOWHERE), Int32(-1)
                 if exists:
-                    key_limit, causal_shift, row, page = loading.locate(sequence, number, causal, sequences)
+                    key_limit, causal_shift, row, page = pages.locate(p, sequence, number)
                 flags = (FIRST if step == 0 else 0) + (LAST if step == steps - 1 else 0)
                 head = item // groups
                 words = (Int32(flags), item - head * groups, head, key_limit, causal_shift)
                 words += tuple(block[2 + i] if exists else Int32(0) for i in range(self.walk_words))
-                tails = loading.fetch(maps, shared, barriers, kv_index, tails, words, (row, head, page), key_limit)
+                tails = loading.fetch(maps, s, b, kv_index, tails, words, row, page)
                 kv_index += 1
             item = cute.arch.shuffle_sync(claimed, 0)
-        loading.finish(shared, barriers, kv_index)
+        items.finish(s, b, kv_index)
 
     @cute.jit
-    def walk_load_queries(self, consumer, q, shared, barriers, total_q):
+    def walk_load_queries(self, consumer, maps, s, b, p):
         """Warps 1 and 2: fetch a consumer's tile of every group."""
-        s_q, s_item, _ = shared
-        q_full, q_empty, item_full, kv_empty = barriers
         lane = cute.arch.lane_idx()
         q_index = consumer
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(item_full, 0)
-        flags = s_item[0, 0]
+        cute.arch.mbarrier_wait(b.item_full, 0)
+        flags = s.item[0, 0]
         while flags >= 0:
             stage = kv_index % KV_STAGES
-            group, head = s_item[1, stage], s_item[2, stage]
+            group, head = s.item[1, stage], s.item[2, stage]
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(kv_empty + stage)
+                cute.arch.mbarrier_arrive(b.kv_empty + stage)
             if flags & FIRST != 0:
                 mine = cute.make_rmem_tensor((self.tokens + 31) // 32, Int32)
                 for i in cutlass.range_constexpr(cute.size(mine)):
                     token = group * self.walk_tokens + consumer * self.tokens + lane % self.tokens + 32 * i
-                    mine[i] = min(token, total_q - 1)
+                    mine[i] = min(token, p.total_q - 1)
                 q_stage, phase = self.ring_of_queries(q_index)
-                cute.arch.mbarrier_wait(q_empty + q_stage, 1 - phase)
-                place = self.tile_place(s_q, q_stage)
-                loading.fetch_queries(q, mine, place, head, total_q, q_full + q_stage, TILE_ROWS, self.g)
+                cute.arch.mbarrier_wait(b.q_empty + q_stage, 1 - phase)
+                place = self.tile_place(s, q_stage)
+                loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, TILE_ROWS, self.g)
                 q_index += CONSUMERS
             kv_index += 1
-            cute.arch.mbarrier_wait(item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            flags = s_item[0, kv_index % KV_STAGES]
+            cute.arch.mbarrier_wait(b.item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
+            flags = s.item[0, kv_index % KV_STAGES]
 
     @cute.jit
-    def walk_consume(self, thread, shared, s_item, barriers, output, total_q, scale_log2, lse_temperature_scale):
+    def walk_consume(self, thread, s, b, p, scale_log2):
         """A consumer warpgroup: its 64 rows of a group against every block of the group."""
-        q_full, q_empty, k_full, v_full, kv_empty = barriers
         consumer = cute.arch.make_warp_uniform(thread // 128)
         thread = thread % 128
         lane = cute.arch.lane_idx()
         first_row = thread // 32 * 16 + lane // 4  # a thread holds this row of a tile and the one 8 further on
 
-        qk, pv, fragment_q, fragment_k, fragment_v = products(*shared)
-        out = cute.make_rmem_tensor(pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
+        mma = products(s.operands)
+        out = cute.make_rmem_tensor(mma.pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
         out.fill(0.0)
         # Of the two rows: maximum, sum of exponentials, the same sum at the temperature.
         state = cute.make_rmem_tensor((2, 3), Float32)
@@ -109,68 +106,65 @@ class WalkRoles:
 
         q_index = consumer
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(k_full, 0)
-        flags = s_item[0, 0]
+        cute.arch.mbarrier_wait(b.k_full, 0)
+        flags = s.item[0, 0]
         while flags >= 0:
             stage = kv_index % KV_STAGES
             phase = kv_index // KV_STAGES % 2
-            group, head, key_limit, causal_shift = loading.words_of_item(s_item, stage)
+            group, head, key_limit, causal_shift = items.words(s, stage)
             q_stage, q_phase = self.ring_of_queries(q_index)
             if flags & FIRST != 0:
                 out.fill(0.0)
                 state.fill(0.0)
                 state[0, 0] = -Float32.inf
                 state[1, 0] = -Float32.inf
-                cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
+                cute.arch.mbarrier_wait(b.q_full + q_stage, q_phase)
             member = consumer * self.tokens + first_row // self.g, consumer * self.tokens + (first_row + 8) // self.g
             visible = tuple(
-                self.walk_visible(s_item, stage, i, group * self.walk_tokens + i, key_limit, causal_shift)
-                for i in member
+                self.walk_visible(s, stage, i, group * self.walk_tokens + i, key_limit, causal_shift) for i in member
             )
-            scores = cute.make_rmem_tensor(qk.partition_shape_C((TILE_ROWS, BLK_KV)), Float32)
-            multiply(qk, scores, fragment_q[None, None, None, q_stage], fragment_k[None, None, None, stage])
+            scores = cute.make_rmem_tensor(mma.qk.partition_shape_C((TILE_ROWS, BLK_KV)), Float32)
+            multiply(mma.qk, scores, mma.q[None, None, None, q_stage], mma.k[None, None, None, stage])
             if flags & LAST != 0:
-                self.release_queries(q_empty + q_stage, thread, consumer)
+                self.release_queries(b.q_empty + q_stage, thread, consumer)
 
-            weights = cute.make_rmem_tensor(pv.partition_shape_A((TILE_ROWS, BLK_KV)), BFloat16)
-            self.walk_softmax(scores, weights, out, state, visible, lane, scale_log2, lse_temperature_scale)
-            cute.arch.mbarrier_wait(v_full + stage, phase)
+            weights = cute.make_rmem_tensor(mma.pv.partition_shape_A((TILE_ROWS, BLK_KV)), BFloat16)
+            self.walk_softmax(scores, weights, out, state, visible, lane, p, scale_log2)
+            cute.arch.mbarrier_wait(b.v_full + stage, phase)
             # A row that sees nothing of the block keeps its O: its weights are 0, but 0 * NaN is not.
             apart = not cute.arch.vote_all_sync(visible[0] > 0 and visible[1] > 0)
             kept = cute.make_rmem_tensor(out.layout, Float32)
             if apart:
                 for i in cutlass.range_constexpr(cute.size(out)):
                     kept[i] = copy(out[i])
-            multiply(pv, out, weights, fragment_v[None, None, None, stage], accumulate=True)
+            multiply(mma.pv, out, weights, mma.v[None, None, None, stage], accumulate=True)
             if apart:
                 for half in cutlass.range_constexpr(2):
                     if visible[half] <= 0:
                         rows_of_thread(out)[half, None].store(rows_of_thread(kept)[half, None].load())
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(kv_empty + stage)
+                cute.arch.mbarrier_arrive(b.kv_empty + stage)
             if flags & LAST != 0:
                 for half in cutlass.range_constexpr(2):
                     token = group * self.walk_tokens + member[half]
                     group_head = head * self.g + (first_row + 8 * half) % self.g
-                    if token < total_q:
-                        self.walk_store(
-                            out, state, half, output, token, group_head, lane, scale_log2, lse_temperature_scale
-                        )
+                    if token < p.total_q:
+                        self.walk_store(out, state, half, token, group_head, lane, p, scale_log2)
                 q_index += CONSUMERS
             kv_index += 1
-            cute.arch.mbarrier_wait(k_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            flags = s_item[0, kv_index % KV_STAGES]
+            cute.arch.mbarrier_wait(b.k_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
+            flags = s.item[0, kv_index % KV_STAGES]
 
     @cute.jit
-    def walk_visible(self, s_item, stage, member, token, key_limit, causal_shift) -> Int32:
+    def walk_visible(self, s, stage, member, token, key_limit, causal_shift) -> Int32:
         """How many keys of the block the group's token number ``member`` sees: none unless it selected the block."""
-        word = s_item[FIXED_WORDS + member // 32, stage]
+        word = s.item[FIXED_WORDS + member // 32, stage]
         visible = visible_keys(token, key_limit, causal_shift)
         return visible if (word >> (member % 32)) & 1 != 0 else Int32(0)
 
     @cute.jit
-    def walk_softmax(self, accumulator, weights, out, state, visible, lane, scale_log2, lse_temperature_scale):
+    def walk_softmax(self, accumulator, weights, out, state, visible, lane, p, scale_log2):
         """One step of the online softmax of a thread's two rows."""
         scores = rows_of_thread(accumulator)
         if not cute.arch.vote_all_sync(visible[0] >= BLK_KV and visible[1] >= BLK_KV):
@@ -186,11 +180,11 @@ class WalkRoles:
                 rows[half, None].store(rows[half, None].load() * shrink)
                 state[half, 1] = state[half, 1] * shrink
                 if const_expr(self.temperature):
-                    shrink = cute.math.exp2(moved * (scale_log2 / lse_temperature_scale), fastmath=True)
+                    shrink = cute.math.exp2(moved * (scale_log2 / p.lse_temperature_scale), fastmath=True)
                     state[half, 2] = state[half, 2] * shrink
                 state[half, 0] = maxima[half]
         if const_expr(self.temperature):
-            sums = softmax.row_sums_exp2(scores, references, scale_log2 / lse_temperature_scale, keep=False)
+            sums = softmax.row_sums_exp2(scores, references, scale_log2 / p.lse_temperature_scale, keep=False)
             state[0, 2] = state[0, 2] + sums[0]
             state[1, 2] = state[1, 2] + sums[1]
         sums = softmax.row_sums_exp2(scores, references, scale_log2, keep=True)
@@ -199,25 +193,22 @@ class WalkRoles:
         as_operand(accumulator, weights)
 
     @cute.jit
-    def walk_store(
-        self, out, state, half: cutlass.Constexpr[int], output, token, head, lane, scale_log2, lse_temperature_scale
-    ):
+    def walk_store(self, out, state, half: cutlass.Constexpr[int], token, head, lane, p, scale_log2):
         """Normalise one of the thread's rows and write it."""
-        target, lse, lse_temperature, out_strides, lse_strides = output
         inverse = softmax.reciprocal(state[half, 1])
         row = rows_of_thread(out)
-        start = Int64(token) * out_strides[0] + head * out_strides[1]
+        start = Int64(token) * p.out_stride_token + head * p.out_stride_head
         for group in cutlass.range_constexpr(HEAD_DIM // 8):
             values = cute.make_rmem_tensor(2, BFloat16)
             values[0] = (row[half, (0, group)] * inverse).to(BFloat16)
             values[1] = (row[half, (1, group)] * inverse).to(BFloat16)
-            place = target + cute.assume(start + (8 * group + lane % 4 * 2), divby=2)
+            place = p.out + cute.assume(start + (8 * group + lane % 4 * 2), divby=2)
             cute.autovec_copy(values, cute.make_tensor(place, cute.make_layout(2)))
         if lane % 4 == 0:
             reference = softmax.finite(state[half, 0])
-            offset = Int64(token) * lse_strides[0] + head * lse_strides[1]
-            if lse.toint() != 0:
-                work.vector(lse)[offset] = partials.log_sum_exp(reference * scale_log2, state[half, 1])
+            offset = Int64(token) * p.lse_stride_token + head * p.lse_stride_head
+            if p.lse.toint() != 0:
+                vector(p.lse)[offset] = softmax.log_sum_exp(reference * scale_log2, state[half, 1])
             if const_expr(self.temperature):
-                scale = scale_log2 / lse_temperature_scale
-                work.vector(lse_temperature)[offset] = partials.log_sum_exp(reference * scale, state[half, 2])
+                scale = scale_log2 / p.lse_temperature_scale
+                vector(p.lse_temperature)[offset] = softmax.log_sum_exp(reference * scale, state[half, 2])

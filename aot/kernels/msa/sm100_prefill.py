@@ -1,0 +1,431 @@
+"""Forward for Blackwell: partial attention of gathered query tokens against one block of 128 keys.
+
+Tile: 128 rows = 128 / G query tokens x G heads of one KV head, against a block's 128 keys, D 128; two tiles in flight.
+Roles: warp 0 claims work items and loads K and V; warp 1 issues all products; warps 2 and 3 gather the queries of even
+and odd tiles; a softmax warpgroup for each of these, a row a thread; an epilogue warpgroup takes O to partial_out.
+Shared memory: K and V of two work items (2 x 64 KB), two Q tiles (2 x 32 KB), rows on their way out (32 KB).
+Tensor memory: S of two tiles (2 x 128 columns), P of two (2 x 64), O (128): the next S but one waits for no P, and O
+is read long before the next P is there. Cycles of a tile: tensor 1024; exp 1024 (16384 at 16 a cycle; temperature
+doubles it); tensor memory 320 (S and O out, P in, a column a cycle); shared memory 1536 (Q and K for S 512, V 256, Q in
+256, O in and out 512); device memory 1120 (O at 8 TB/s; L2 serves Q). Shared memory binds; with float32, device memory.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass.experimental import primitives
+
+from aot.kernel import Kernel, TensorMap, TensorMaps
+from aot.kernels import items, softmax
+from aot.kernels.items import KV_STAGES, phase_of, release, stage_of
+from aot.kernels.mask import BLK_KV, mask_row, visible_keys
+from aot.kernels.memory import vector
+from aot.kernels.msa import loading, partials, work
+from aot.kernels.msa.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, ITEM_WORDS, SWIZZLE_COLUMNS
+from aot.kernels.msa.params import forward_params
+from aot.kernels.msa.partials import HEAD_DIM
+from aot.kernels.sm100_mma import TENSOR_COLUMNS, advance, issue, load_columns, operand, tensor_memory
+
+TILE_ROWS = 128
+SLOTS = 2  # tiles in flight: even and odd ones of the CTA's stream of tiles
+WARPGROUP = 128
+WARPS = WARPGROUP // 32
+MMA_K = 16
+READERS = 1 + SLOTS + (SLOTS + 1) * WARPS  # warps that read an item's words: products, gather, softmax, epilogue
+MMA_WARP = 1
+GATHER_WARP = 2  # and the one after it
+ATOM_BYTES = ATOM_ROWS * SWIZZLE_COLUMNS * 2
+Q_BYTES = TILE_ROWS * HEAD_DIM * 2
+STAGING_BYTES = TILE_ROWS * HEAD_DIM * 2  # rows on their way to partial_out: a quarter for each warp
+S_COLUMN = 0  # two of BLK_KV columns
+P_COLUMN = SLOTS * BLK_KV  # two of BLK_KV / 2 columns: bfloat16
+O_COLUMN = P_COLUMN + SLOTS * BLK_KV // 2
+PART = 32  # columns of a row that move between tensor memory and registers at a time
+
+
+def first_tile(slot: Int32, tile_base: Int32) -> Int32:
+    """The first tile of an item that has this slot, ``tile_base`` being the number of tiles before the item."""
+    return (slot + tile_base) & 1
+
+
+class Shared(NamedTuple):
+    """Shared memory: blocks of K and V, tiles of Q, rows on their way out; words of items, entries and row sums."""
+
+    k: cute.Pointer
+    v: cute.Pointer
+    q: cute.Pointer
+    staging: cute.Pointer
+    item: cute.Tensor  # [ITEM_WORDS, KV_STAGES]
+    entries: cute.Tensor  # [tokens, SLOTS]
+    sums: cute.Tensor  # [TILE_ROWS, SLOTS]
+
+
+class Barriers(NamedTuple):
+    """One a slot (q, s, p, o) or a stage (item, k, v, kv); of ``v_tail`` there is one."""
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    s_full: cute.Pointer
+    s_empty: cute.Pointer
+    p_full: cute.Pointer
+    o_full: cute.Pointer
+    o_empty: cute.Pointer
+    item_full: cute.Pointer
+    k_full: cute.Pointer
+    v_full: cute.Pointer
+    kv_empty: cute.Pointer
+    v_tail: cute.Pointer
+
+
+class PrefillSm100(Kernel):
+    def __init__(self, g: int, partial: str, temperature: bool):
+        self.g = g
+        self.partial = partials.PARTIAL_DTYPES[partial]
+        self.temperature = temperature
+        self.tokens = TILE_ROWS // g
+        self.threads = 4 * WARPGROUP
+        self.min_blocks_per_mp = 1
+        # Where tiles start at a multiple of eight rows, a thread's 16 places for bfloat16 never change: the compiler
+        # keeps them in registers, which producers that need no cp.async can spare.
+        keeps_places = g >= ATOM_ROWS and self.partial is BFloat16
+        self.producer_registers, self.softmax_registers, self.epilogue_registers = (
+            (32, 184, 112) if keeps_places else (40, 192, 88)
+        )
+        kv_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, BLK_KV, HALVES, 1, 1))
+        q_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, ATOM_ROWS, HALVES, max(g // ATOM_ROWS, 1), 1))
+        self.maps = {"q": q_map, "k": kv_map, "v": kv_map}
+        self.params = forward_params(self.partial)
+        barriers = 7 * SLOTS + 4 * KV_STAGES + 1
+        words = KV_STAGES * ITEM_WORDS + SLOTS * self.tokens + SLOTS * TILE_ROWS + 1
+        blocks = 2 * KV_STAGES * BLOCK_BYTES
+        self.smem_bytes = blocks + SLOTS * Q_BYTES + STAGING_BYTES + 8 * barriers + 4 * words
+
+    @cute.kernel
+    def kernel(self, maps: TensorMaps, p):
+        maps = self.named(maps)
+        smem = cutlass.memory.SmemAllocator()
+        k = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
+        v = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
+        q = smem.allocate_array(BFloat16, SLOTS * TILE_ROWS * HEAD_DIM, byte_alignment=1024)
+        staging = smem.allocate_array(self.partial, STAGING_BYTES * 8 // self.partial.width, byte_alignment=1024)
+        b = Barriers(
+            q_full=smem.allocate_array(Int64, SLOTS),
+            q_empty=smem.allocate_array(Int64, SLOTS),
+            s_full=smem.allocate_array(Int64, SLOTS),
+            s_empty=smem.allocate_array(Int64, SLOTS),
+            p_full=smem.allocate_array(Int64, SLOTS),
+            o_full=smem.allocate_array(Int64, SLOTS),
+            o_empty=smem.allocate_array(Int64, SLOTS),
+            item_full=smem.allocate_array(Int64, KV_STAGES),
+            k_full=smem.allocate_array(Int64, KV_STAGES),
+            v_full=smem.allocate_array(Int64, KV_STAGES),
+            kv_empty=smem.allocate_array(Int64, KV_STAGES),
+            v_tail=smem.allocate_array(Int64, 1),
+        )
+        item = smem.allocate_tensor(Int32, cute.make_layout((ITEM_WORDS, KV_STAGES)), byte_alignment=4)
+        entries = smem.allocate_tensor(Int32, cute.make_layout((self.tokens, SLOTS)), byte_alignment=4)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, SLOTS)), byte_alignment=4)
+        s = Shared(k=k, v=v, q=q, staging=staging, item=item, entries=entries, sums=sums)
+        s_base = smem.allocate_array(Int32, 1)
+
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                for slot in cutlass.range_constexpr(SLOTS):
+                    cute.arch.mbarrier_init(b.q_full + slot, min(self.tokens, 32))  # the lanes that write entries
+                    cute.arch.mbarrier_init(b.q_empty + slot, 1 + WARPS)
+                    cute.arch.mbarrier_init(b.s_full + slot, 1)
+                    cute.arch.mbarrier_init(b.s_empty + slot, WARPS)
+                    cute.arch.mbarrier_init(b.p_full + slot, WARPS)
+                    cute.arch.mbarrier_init(b.o_full + slot, 1)
+                    cute.arch.mbarrier_init(b.o_empty + slot, WARPS)
+                for stage in cutlass.range_constexpr(KV_STAGES):
+                    cute.arch.mbarrier_init(b.item_full + stage, 1)
+                    cute.arch.mbarrier_init(b.k_full + stage, 1)
+                    cute.arch.mbarrier_init(b.v_full + stage, 1)
+                    cute.arch.mbarrier_init(b.kv_empty + stage, READERS + 1)  # and the products
+                cute.arch.mbarrier_init(b.v_tail, 1)
+        cute.arch.mbarrier_init_fence()
+        if warp == MMA_WARP:
+            primitives.tcgen05_alloc(s_base, TENSOR_COLUMNS)
+            primitives.tcgen05_relinquish_alloc_permit()
+        cute.arch.sync_threads()
+        base = cute.make_tensor(s_base, cute.make_layout(1))[0]
+        cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
+
+        if warp < WARPS:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp == 0:
+                loading.load_blocks(maps, s, b, p, work.entries_of_head(p))
+            elif warp == MMA_WARP:
+                self.multiply(base, s, b)
+            else:
+                self.load_queries(warp - GATHER_WARP, maps, s, b, p)
+        elif warp < (1 + SLOTS) * WARPS:
+            cute.arch.setmaxregister_increase(self.softmax_registers)
+            self.softmax(thread - WARPGROUP, base, s, b, p)
+        else:
+            cute.arch.setmaxregister_decrease(self.epilogue_registers)
+            self.epilogue(thread - (1 + SLOTS) * WARPGROUP, base, s, b, p)
+        cute.arch.sync_threads()
+        if warp == MMA_WARP:
+            primitives.tcgen05_dealloc(primitives.make_tmem_ptr(base, Int32), TENSOR_COLUMNS)
+
+    @cute.jit
+    def load_queries(self, slot, maps, s, b, p):
+        """Two warps: each gathers the tiles of a slot."""
+        entries = work.entries_of_head(p)
+        lane = cute.arch.lane_idx()
+        place = s.q + cute.assume(slot * (TILE_ROWS * HEAD_DIM), divby=TILE_ROWS * HEAD_DIM)
+        tile_base = Int32(0)
+        kv_index = Int32(0)
+        count = items.wait(s, b.item_full, kv_index)
+        while count >= 0:
+            stage = stage_of(kv_index)
+            first, head = s.item[1, stage], s.item[2, stage]
+            release(b.kv_empty + stage, lane)
+            words = vector(p.qsplit_indices + (Int64(head) * entries + first))
+            tiles = self.tiles(count)
+            for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
+                mine = loading.entries_of_tile(words, tile, count, self.tokens)
+                cute.arch.mbarrier_wait(b.q_empty + slot, phase_of(tile_base + tile) ^ 1)
+                loading.keep_entries(s.entries, slot, mine, self.tokens)
+                loading.fetch_queries(maps, p, mine, place, head, b.q_full + slot, TILE_ROWS, self.g)
+            tile_base += tiles
+            kv_index += 1
+            count = items.wait(s, b.item_full, kv_index)
+
+    @cute.jit
+    def multiply(self, base, s, b):
+        """One warp: S = Q K^T of a tile as soon as its place is free, O = P V two tiles behind."""
+        s_tile, s_items, s_left = Int32(0), Int32(0), Int32(0)  # next tile; items begun; tiles left of the last one
+        o_tile, o_items, o_left = Int32(0), Int32(0), Int32(0)  # next tile; items finished; tiles left of the next one
+        count = Int32(0)
+        lane = cute.arch.lane_idx()
+        while count >= 0 or o_tile < s_tile:
+            # The next item's K and V come where those of the item before last were.
+            full = s_tile - o_tile > SLOTS or (s_left == 0 and s_items - o_items == KV_STAGES)
+            if count >= 0 and not full:
+                if s_left == 0:
+                    stage = stage_of(s_items)
+                    cute.arch.mbarrier_wait(b.k_full + stage, phase_of(s_items))
+                    count = s.item[0, stage]
+                    s_left = self.tiles(count)
+                    s_items += 1
+                if count >= 0:
+                    slot, phase = stage_of(s_tile), phase_of(s_tile)
+                    cute.arch.mbarrier_wait(b.q_full + slot, phase)
+                    cute.arch.mbarrier_wait(b.s_empty + slot, phase ^ 1)
+                    self.score(base, s, b, slot, stage_of(s_items - 1))
+                    s_tile += 1
+                    s_left -= 1
+            else:
+                stage, slot = stage_of(o_items), stage_of(o_tile)
+                if o_left == 0:
+                    o_left = self.tiles(s.item[0, stage])
+                    release(b.kv_empty + stage, lane)
+                cute.arch.mbarrier_wait(b.v_full + stage, phase_of(o_items))
+                cute.arch.mbarrier_wait(b.p_full + slot, phase_of(o_tile))
+                if o_tile > 0:  # the previous tile's output has been read
+                    cute.arch.mbarrier_wait(b.o_empty + (slot ^ 1), phase_of(o_tile - 1))
+                self.accumulate(base, s, b, slot, stage)
+                o_tile += 1
+                o_left -= 1
+                if o_left == 0:
+                    with cute.arch.elect_one():
+                        primitives.tcgen05_commit(b.kv_empty + stage)
+                    o_items += 1
+
+    def tiles(self, count: Int32) -> Int32:
+        """Tiles of an item of ``count`` entries."""
+        return (count + self.tokens - 1) // self.tokens
+
+    @cute.jit
+    def score(self, base, s, b, slot, stage):
+        """One warp: S = Q K^T of the tile in ``slot``; both operands are K-major."""
+        q = operand(s.q.toint() + slot * Q_BYTES, 16, HALVES * ATOM_BYTES)
+        k = operand(s.k.toint() + stage * BLOCK_BYTES, 16, ATOM_BYTES)
+        shape = primitives.Tcgen05InstrDesc.build(
+            c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, m_dim=TILE_ROWS, n_dim=BLK_KV
+        )
+        target = primitives.make_tmem_ptr(base + (S_COLUMN + slot * BLK_KV), Float32)
+        steps = (divmod(step * MMA_K, SWIZZLE_COLUMNS) for step in range(HEAD_DIM // MMA_K))
+        operands = (
+            (advance(q, half * ATOM_BYTES + 2 * column), advance(k, half * (BLOCK_BYTES // HALVES) + 2 * column))
+            for half, column in steps
+        )
+        primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+        with cute.arch.elect_one():
+            issue(target, operands, shape)
+            primitives.tcgen05_commit(b.s_full + slot)
+            primitives.tcgen05_commit(b.q_empty + slot)
+
+    @cute.jit
+    def accumulate(self, base, s, b, slot, stage):
+        """One warp: O = P V of the tile in ``slot``; V is MN-major."""
+        v = operand(s.v.toint() + stage * BLOCK_BYTES, BLOCK_BYTES // HALVES, ATOM_BYTES)
+        shape = primitives.Tcgen05InstrDesc.build(
+            c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, b_major=1, m_dim=TILE_ROWS, n_dim=HEAD_DIM
+        )
+        target = primitives.make_tmem_ptr(base + O_COLUMN, Float32)
+        weights = base + (P_COLUMN + slot * (BLK_KV // 2))
+        operands = (
+            (
+                primitives.make_tmem_ptr(weights + step * (MMA_K // 2), Int32),
+                advance(v, step * (MMA_K // ATOM_ROWS * ATOM_BYTES)),
+            )
+            for step in range(BLK_KV // MMA_K)
+        )
+        primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+        with cute.arch.elect_one():
+            issue(target, operands, shape)
+            primitives.tcgen05_commit(b.o_full + slot)
+
+    @cute.jit
+    def softmax(self, thread, base, s, b, p):
+        """A softmax warpgroup: P, row sums and logsumexp of the tiles of a slot; a thread has a row."""
+        entries = work.entries_of_head(p)
+        scale_log2 = p.softmax_scale * softmax.LOG2_E
+        slot = cute.arch.make_warp_uniform(thread >> 7)
+        row = thread & (WARPGROUP - 1)
+        warp = cute.arch.make_warp_uniform(row >> 5)
+        lane = cute.arch.lane_idx()
+        tile_base = Int32(0)
+        kv_index = Int32(0)
+        count = items.wait(s, b.item_full, kv_index)
+        while count >= 0:
+            stage = stage_of(kv_index)
+            first, head, key_limit, causal_shift = items.words(s, stage)
+            release(b.kv_empty + stage, lane)
+            tiles = self.tiles(count)
+            for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
+                phase = phase_of(tile_base + tile)
+                cute.arch.mbarrier_wait(b.q_full + slot, phase)
+                token = s.entries[row >> (self.g.bit_length() - 1), slot] & partials.TOKEN_MASK
+                release(b.q_empty + slot, lane)
+                visible = visible_keys(token, key_limit, causal_shift)
+
+                scores = cute.make_rmem_tensor(BLK_KV, Float32)
+                cute.arch.mbarrier_wait(b.s_full + slot, phase)
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+                parts = tuple(
+                    load_columns(base, warp, S_COLUMN + slot * BLK_KV + column, PART)
+                    for column in range(0, BLK_KV, PART)
+                )
+                primitives.tcgen05_wait(primitives.Tcgen05Wait.LOAD)
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
+                release(b.s_empty + slot, lane)
+                for part in cutlass.range_constexpr(BLK_KV // PART):
+                    for i in cutlass.range_constexpr(PART):
+                        scores[part * PART + i] = parts[part][i]
+                mask_row(scores, visible)
+                maximum = softmax.finite(softmax.row_maximum(scores))
+                lse_temperature = Float32(0.0)
+                if const_expr(self.temperature):
+                    scale = scale_log2 / p.lse_temperature_scale
+                    total = softmax.row_sum_exp2(scores, maximum, scale, keep=False)
+                    lse_temperature = softmax.log_sum_exp(maximum * scale, total)
+
+                # The weights and sums of the slot's last tile have been used.
+                cute.arch.mbarrier_wait(b.o_empty + slot, phase ^ 1)
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+                total = Float32(0.0)
+                for part in cutlass.range_constexpr(BLK_KV // PART):
+                    values = cute.make_tensor(scores.iterator + part * PART, cute.make_layout(PART))
+                    total += softmax.row_sum_exp2(values, maximum, scale_log2, keep=True)
+                    place = P_COLUMN + slot * (BLK_KV // 2) + part * (PART // 2)
+                    weights = values.load().to(BFloat16)
+                    primitives.tcgen05_st("32x32b", tensor_memory(base, warp, place, Int32), weights)
+                s.sums[row, slot] = total
+                primitives.tcgen05_wait(primitives.Tcgen05Wait.STORE)
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
+                release(b.p_full + slot, lane)
+
+                entry = Int64(head) * entries + (first + tile * self.tokens)
+                if row < min(count - tile * self.tokens, self.tokens) * self.g:
+                    index = partials.row_index(entry, row, self.g)
+                    vector(p.partial_lse)[index] = softmax.log_sum_exp(maximum * scale_log2, total)
+                    if const_expr(self.temperature):
+                        vector(p.partial_lse_temperature)[index] = lse_temperature
+            tile_base += tiles
+            kv_index += 1
+            count = items.wait(s, b.item_full, kv_index)
+
+    @cute.jit
+    def epilogue(self, row, base, s, b, p):
+        """The epilogue warpgroup: normalise every tile's O and write it; a thread has a row, a warp copies its own."""
+        entries = work.entries_of_head(p)
+        lane = cute.arch.lane_idx()
+        o_tile = Int32(0)
+        kv_index = Int32(0)
+        count = items.wait(s, b.item_full, kv_index)
+        while count >= 0:
+            stage = stage_of(kv_index)
+            first, head = s.item[1, stage], s.item[2, stage]
+            release(b.kv_empty + stage, lane)
+            entry = Int64(head) * entries + first
+            for _ in cutlass.range(self.tiles(count), unroll=1):
+                slot, phase = stage_of(o_tile), phase_of(o_tile)
+                cute.arch.mbarrier_wait(b.p_full + slot, phase)
+                inverse = softmax.reciprocal(s.sums[row, slot])
+                cute.arch.mbarrier_wait(b.o_full + slot, phase)
+                primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+                self.store_rows(row, base, inverse, b.o_empty + slot, s, p, entry, min(count, self.tokens) * self.g)
+                entry += self.tokens
+                count -= self.tokens
+                o_tile += 1
+            kv_index += 1
+            count = items.wait(s, b.item_full, kv_index)
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_rows(self, row, base, inverse, o_empty, s, p, entry, rows):
+        """Write a warp's rows, of which the tile has ``rows`` from entry ``entry`` on, as many at a time as fit."""
+        warp = cute.arch.make_warp_uniform(row >> 5)
+        lane = cute.arch.lane_idx()
+        elements = partials.chunk_elements(self.partial)
+        columns = 4 * elements  # that fill four chunks
+        batch = STAGING_BYTES * 8 // self.partial.width // HEAD_DIM // WARPS  # rows
+        index = partials.row_index(entry, row, self.g)
+        all_see = cute.arch.vote_all_sync(inverse != 0.0)
+        place = s.staging + cute.assume(warp * (batch * HEAD_DIM), divby=HEAD_DIM)
+        first_chunk = lane % batch * HEAD_DIM + partials.place(index, 0) * elements  # places are this one's xor
+        values = cute.make_rmem_tensor(columns, Float32)
+        pairs = cute.make_tensor(values.iterator, cute.make_layout((2, 4, elements // 2), stride=(1, 2, 8)))
+        chunk = cute.make_rmem_tensor(elements, self.partial)
+        for start in cutlass.range_constexpr(0, 32, batch):
+            if lane == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was here before has left
+            cute.arch.sync_warp()
+            following = load_columns(base, warp, O_COLUMN, columns)
+            for group in cutlass.range_constexpr(HEAD_DIM // columns):
+                part = following
+                primitives.tcgen05_wait(primitives.Tcgen05Wait.LOAD)
+                if const_expr((group + 1) * columns < HEAD_DIM):
+                    following = load_columns(base, warp, O_COLUMN + (group + 1) * columns, columns)
+                elif const_expr(start + batch == 32):
+                    primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
+                    release(o_empty, lane)
+                for column in cutlass.range_constexpr(columns):
+                    values[column] = part[column]
+                if not all_see:  # the weights of a row that sees nothing are 0, but 0 * NaN is not
+                    if inverse == 0.0:
+                        values.fill(0.0)
+                for i in cutlass.range_constexpr(4):
+                    chunk.store((pairs[None, i, None].load() * inverse).to(self.partial))
+                    target = place + cute.assume(first_chunk ^ (group * columns + i * elements), divby=elements)
+                    if const_expr(batch == 32) or lane // batch * batch == start:
+                        cute.autovec_copy(chunk, cute.make_tensor(target, cute.make_layout(elements)))
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                here = warp * 32 + start  # the batch's first row
+                size = min(max(rows - here, 0), batch) * (HEAD_DIM * self.partial.width // 8)
+                rest = p.partial_out + cute.assume((entry * self.g + here) * HEAD_DIM, divby=HEAD_DIM)
+                if size > 0:
+                    primitives.cp_async_bulk_global_shared_cta(rest, place, size)
+                cute.arch.cp_async_bulk_commit_group()
