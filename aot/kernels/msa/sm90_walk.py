@@ -12,15 +12,16 @@ for rows that see nothing of the block: they must not take part, whatever bytes 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from aot.kernels import items, pages, softmax
 from aot.kernels.items import KV_STAGES
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
 from aot.kernels.memory import vector
 from aot.kernels.msa import loading, work
+from aot.kernels.msa.params import OUT
 from aot.kernels.msa.partials import HEAD_DIM
-from aot.kernels.sm90_mma import TILE_ROWS, as_operand, copy, multiply, products, rows_of_thread
+from aot.kernels.sm90_mma import TILE_ROWS, WARPGROUP, as_operand, copy, multiply, products, rows_of_thread
 
 CONSUMERS = work.WALK_ROWS // TILE_ROWS
 PRODUCER_REGISTERS = 40
@@ -56,7 +57,7 @@ class WalkRoles:
                 head = item // groups
                 words = (Int32(flags), item - head * groups, head, key_limit, causal_shift)
                 words += tuple(block[2 + i] if exists else Int32(0) for i in range(self.walk_words))
-                tails = loading.fetch(maps, s, b, kv_index, tails, words, row, page)
+                tails = loading.fetch(maps, s, b, kv_index, tails, words, row, page, self.kv)
                 kv_index += 1
             item = cute.arch.shuffle_sync(claimed, 0)
         items.finish(s, b, kv_index)
@@ -83,7 +84,7 @@ class WalkRoles:
                 q_stage, phase = self.ring_of_queries(q_index)
                 cute.arch.mbarrier_wait(b.q_empty + q_stage, 1 - phase)
                 place = self.tile_place(s, q_stage)
-                loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, TILE_ROWS, self.g)
+                loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, self.q, TILE_ROWS, self.g)
                 q_index += CONSUMERS
             kv_index += 1
             cute.arch.mbarrier_wait(b.item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
@@ -92,12 +93,12 @@ class WalkRoles:
     @cute.jit
     def walk_consume(self, thread, s, b, p, scale_log2):
         """A consumer warpgroup: its 64 rows of a group against every block of the group."""
-        consumer = cute.arch.make_warp_uniform(thread // 128)
-        thread = thread % 128
+        consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        thread = thread % WARPGROUP
         lane = cute.arch.lane_idx()
         first_row = thread // 32 * 16 + lane // 4  # a thread holds this row of a tile and the one 8 further on
 
-        mma = products(s.operands)
+        mma = products(s.operands, self.qk, self.pv)
         out = cute.make_rmem_tensor(mma.pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
         out.fill(0.0)
         # Of the two rows: maximum, sum of exponentials, the same sum at the temperature.
@@ -128,7 +129,7 @@ class WalkRoles:
             if flags & LAST != 0:
                 self.release_queries(b.q_empty + q_stage, thread, consumer)
 
-            weights = cute.make_rmem_tensor(mma.pv.partition_shape_A((TILE_ROWS, BLK_KV)), BFloat16)
+            weights = cute.make_rmem_tensor(mma.pv.partition_shape_A((TILE_ROWS, BLK_KV)), self.pv)
             self.walk_softmax(scores, weights, out, state, visible, lane, p, scale_log2)
             cute.arch.mbarrier_wait(b.v_full + stage, phase)
             # A row that sees nothing of the block keeps its O: its weights are 0, but 0 * NaN is not.
@@ -199,9 +200,9 @@ class WalkRoles:
         row = rows_of_thread(out)
         start = Int64(token) * p.out_stride_token + head * p.out_stride_head
         for group in cutlass.range_constexpr(HEAD_DIM // 8):
-            values = cute.make_rmem_tensor(2, BFloat16)
-            values[0] = (row[half, (0, group)] * inverse).to(BFloat16)
-            values[1] = (row[half, (1, group)] * inverse).to(BFloat16)
+            values = cute.make_rmem_tensor(2, OUT)
+            values[0] = (row[half, (0, group)] * inverse).to(OUT)
+            values[1] = (row[half, (1, group)] * inverse).to(OUT)
             place = p.out + cute.assume(start + (8 * group + lane % 4 * 2), divby=2)
             cute.autovec_copy(values, cute.make_tensor(place, cute.make_layout(2)))
         if lane % 4 == 0:
