@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.experimental import primitives
 
 from aot.kernels import items, pages
-from aot.kernels.items import KV_STAGES
+from aot.kernels.items import phase_of, stage_of
 from aot.kernels.mask import BLK_KV
 from aot.kernels.memory import vector
 from aot.kernels.msa import partials, work
@@ -24,7 +24,7 @@ LINE_CHUNKS = LINE_BYTES // CHUNK_BYTES
 
 
 @cute.jit
-def load_blocks(maps, s, b, p, entries, kv: cutlass.Constexpr[Storage]):
+def load_blocks(maps, s, b, p, kv: cutlass.Constexpr[Storage]):
     """One warp: claim work items and load their K and V; a count of -1 ends the stream."""
     end = min(vector(p.work_count)[0], p.work_capacity)
     kv_index = Int32(0)
@@ -32,7 +32,7 @@ def load_blocks(maps, s, b, p, entries, kv: cutlass.Constexpr[Storage]):
     item, _, _ = cute.arch.block_idx()
     while item < end:
         claimed = items.claim(p)
-        count, head, first, sequence, block = work.decode(p, item, entries)
+        count, head, first, sequence, block = work.decode(p, item)
         if count > 0:
             key_limit, causal_shift, row, page = pages.locate(p, sequence, block)
             words = (count, first, head, key_limit, causal_shift)
@@ -47,8 +47,8 @@ def fetch(maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[S
     """One warp: publish an item's words and load its K and V into the next stage; the new number of ``tails``."""
     _, _, head, key_limit, _, *_ = words
     lane = cute.arch.lane_idx()
-    stage = kv_index % KV_STAGES
-    cute.arch.mbarrier_wait(b.kv_empty + stage, (kv_index // KV_STAGES + 1) % 2)
+    stage = stage_of(kv_index)
+    cute.arch.mbarrier_wait(b.kv_empty + stage, phase_of(kv_index) ^ 1)
     if lane == 0:
         for i in cutlass.range_constexpr(len(words)):
             s.item[i, stage] = words[i]
@@ -60,7 +60,7 @@ def fetch(maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[S
     else:
         if lane == 0:
             load_block(maps.v, s.v, stage, b.v_tail, row, head, page, kv)
-        cute.arch.mbarrier_wait(b.v_tail, tails % 2)
+        cute.arch.mbarrier_wait(b.v_tail, tails & 1)
         tails += 1
         zero_tail(s.v, stage, key_limit, lane, kv)
         if lane == 0:

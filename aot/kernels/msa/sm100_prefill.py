@@ -153,7 +153,7 @@ class PrefillSm100(Prefill):
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                loading.load_blocks(maps, s, b, p, work.entries_of_head(p), self.kv)
+                loading.load_blocks(maps, s, b, p, self.kv)
             elif warp == MMA_WARP:
                 self.multiply(base, s, b)
             else:

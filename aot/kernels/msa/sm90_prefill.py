@@ -22,7 +22,7 @@ from cutlass.utils import hopper_helpers
 
 from aot.kernel import TensorMaps
 from aot.kernels import items, softmax
-from aot.kernels.items import KV_STAGES
+from aot.kernels.items import KV_STAGES, phase_of, release, stage_of
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
 from aot.kernels.memory import vector
 from aot.kernels.msa import loading, partials, sm90_walk, work
@@ -151,8 +151,6 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
 
-        entries = work.entries_of_head(p)
-        scale_log2 = p.softmax_scale * softmax.LOG2_E
         if walks:
             if warp < WARPGROUP // 32:
                 cute.arch.setmaxregister_decrease(sm90_walk.PRODUCER_REGISTERS)
@@ -162,19 +160,19 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
                     self.walk_load_queries(warp - 1, maps, s, b, p)
             elif warp < (1 + sm90_walk.CONSUMERS) * (WARPGROUP // 32):
                 cute.arch.setmaxregister_increase(sm90_walk.CONSUMER_REGISTERS)
-                self.walk_consume(thread - WARPGROUP, s, b, p, scale_log2)
+                self.walk_consume(thread - WARPGROUP, s, b, p)
             else:
                 cute.arch.setmaxregister_decrease(sm90_walk.IDLE_REGISTERS)
         else:
             if warp < WARPGROUP // 32:
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if warp == 0:
-                    loading.load_blocks(maps, s, b, p, entries, self.kv)
+                    loading.load_blocks(maps, s, b, p, self.kv)
                 else:
-                    self.load_queries(warp - 1, maps, s, b, p, entries)
+                    self.load_queries(warp - 1, maps, s, b, p)
             else:
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-                self.consume(thread - WARPGROUP, s, b, p, entries, scale_log2)
+                self.consume(thread - WARPGROUP, s, b, p)
 
     def tile_place(self, s: Shared, q_stage: Int32) -> cute.Pointer:
         """Where a stage of the ring of Q tiles starts in shared memory."""
@@ -185,15 +183,15 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         return q_index % Q_STAGES, q_index // Q_STAGES % 2
 
     @cute.jit
-    def load_queries(self, consumer, maps, s, b, p, entries):
+    def load_queries(self, consumer, maps, s, b, p):
         """Warps 1 to 3: gather every third tile of the CTA's stream of tiles."""
+        entries = work.entries_of_head(p)
         lane = cute.arch.lane_idx()
         tile_base = Int32(0)
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.item_full, 0)
-        count = s.item[0, 0]
+        count = items.wait(s, b.item_full, kv_index)
         while count >= 0:
-            stage = kv_index % KV_STAGES
+            stage = stage_of(kv_index)
             first, head = s.item[1, stage], s.item[2, stage]
             words = vector(p.qsplit_indices + (Int64(head) * entries + first))
             tiles = (count + self.tokens - 1) // self.tokens
@@ -205,17 +203,15 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
                 cute.arch.mbarrier_wait(b.q_empty + q_stage, 1 - q_phase)
                 loading.keep_entries(s.entries, q_stage, mine, self.tokens)
                 loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, self.q, TILE_ROWS, self.g)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(b.kv_empty + stage)
+            release(b.kv_empty + stage, lane)
             tile_base += tiles
             kv_index += 1
-            cute.arch.mbarrier_wait(b.item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            count = s.item[0, kv_index % KV_STAGES]
+            count = items.wait(s, b.item_full, kv_index)
 
     @cute.jit
-    def consume(self, thread, s, b, p, entries, scale_log2):
+    def consume(self, thread, s, b, p):
         """A consumer warpgroup: every third tile of the CTA's stream of tiles."""
+        entries = work.entries_of_head(p)
         consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
         thread = thread % WARPGROUP
         lane = cute.arch.lane_idx()
@@ -225,11 +221,10 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
 
         tile_base = Int32(0)  # the CTA's tiles before this item
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.k_full, 0)
-        count = s.item[0, 0]
+        count = items.wait(s, b.k_full, kv_index)
         while count >= 0:
-            stage = kv_index % KV_STAGES
-            phase = kv_index // KV_STAGES % 2
+            stage = stage_of(kv_index)
+            phase = phase_of(kv_index)
             first, head, key_limit, causal_shift = items.words(s, stage)
             tiles = (count + self.tokens - 1) // self.tokens
             for tile in cutlass.range(first_tile(consumer, tile_base), tiles, CONSUMERS):
@@ -250,7 +245,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
                     self.release_queries(b.q_empty + q_stage, thread, consumer)
 
                 weights = cute.make_rmem_tensor(mma.pv.partition_shape_A((TILE_ROWS, BLK_KV)), self.pv)
-                statistics = self.softmax(scores, weights, visible, lane, p, scale_log2)
+                statistics = self.softmax(scores, weights, visible, lane, p)
 
                 out = cute.make_rmem_tensor(mma.pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
                 cute.arch.mbarrier_wait(b.v_full + stage, phase)
@@ -260,13 +255,10 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
                 tokens = min(count - tile * self.tokens, self.tokens)
                 place = self.tile_place(s, q_stage)
                 self.store(out, statistics, thread, consumer, entry, tokens, place, p)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(b.kv_empty + stage)
+            release(b.kv_empty + stage, lane)
             tile_base += tiles
             kv_index += 1
-            cute.arch.mbarrier_wait(b.k_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            count = s.item[0, kv_index % KV_STAGES]
+            count = items.wait(s, b.k_full, kv_index)
         if const_expr(self.staged):
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -279,13 +271,12 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
             if thread == 0:
                 cute.arch.mbarrier_arrive(empty)
         else:
-            cute.arch.sync_warp()
-            if thread % 32 == 0:
-                cute.arch.mbarrier_arrive(empty)
+            release(empty, thread % 32)
 
     @cute.jit
-    def softmax(self, accumulator, weights, visible, lane, p, scale_log2):
+    def softmax(self, accumulator, weights, visible, lane, p):
         """Write exp(score - row maximum) to ``weights``; the Statistics of both rows."""
+        scale_log2 = p.softmax_scale * softmax.LOG2_E
         scores = rows_of_thread(accumulator)
         if not cute.arch.vote_all_sync(visible[0] >= BLK_KV and visible[1] >= BLK_KV):
             mask_columns(scores, visible, lane % 4 * 2)

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from aot.kernels import items, pages, softmax
-from aot.kernels.items import KV_STAGES
+from aot.kernels.items import phase_of, release, stage_of
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
 from aot.kernels.memory import vector
 from aot.kernels.msa import loading, work
@@ -68,14 +68,11 @@ class WalkRoles:
         lane = cute.arch.lane_idx()
         q_index = consumer
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.item_full, 0)
-        flags = s.item[0, 0]
+        flags = items.wait(s, b.item_full, kv_index)
         while flags >= 0:
-            stage = kv_index % KV_STAGES
+            stage = stage_of(kv_index)
             group, head = s.item[1, stage], s.item[2, stage]
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(b.kv_empty + stage)
+            release(b.kv_empty + stage, lane)
             if flags & FIRST != 0:
                 mine = cute.make_rmem_tensor((self.tokens + 31) // 32, Int32)
                 for i in cutlass.range_constexpr(cute.size(mine)):
@@ -87,11 +84,10 @@ class WalkRoles:
                 loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, self.q, TILE_ROWS, self.g)
                 q_index += CONSUMERS
             kv_index += 1
-            cute.arch.mbarrier_wait(b.item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            flags = s.item[0, kv_index % KV_STAGES]
+            flags = items.wait(s, b.item_full, kv_index)
 
     @cute.jit
-    def walk_consume(self, thread, s, b, p, scale_log2):
+    def walk_consume(self, thread, s, b, p):
         """A consumer warpgroup: its 64 rows of a group against every block of the group."""
         consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
         thread = thread % WARPGROUP
@@ -107,11 +103,10 @@ class WalkRoles:
 
         q_index = consumer
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.k_full, 0)
-        flags = s.item[0, 0]
+        flags = items.wait(s, b.k_full, kv_index)
         while flags >= 0:
-            stage = kv_index % KV_STAGES
-            phase = kv_index // KV_STAGES % 2
+            stage = stage_of(kv_index)
+            phase = phase_of(kv_index)
             group, head, key_limit, causal_shift = items.words(s, stage)
             q_stage, q_phase = self.ring_of_queries(q_index)
             if flags & FIRST != 0:
@@ -130,7 +125,7 @@ class WalkRoles:
                 self.release_queries(b.q_empty + q_stage, thread, consumer)
 
             weights = cute.make_rmem_tensor(mma.pv.partition_shape_A((TILE_ROWS, BLK_KV)), self.pv)
-            self.walk_softmax(scores, weights, out, state, visible, lane, p, scale_log2)
+            self.walk_softmax(scores, weights, out, state, visible, lane, p)
             cute.arch.mbarrier_wait(b.v_full + stage, phase)
             # A row that sees nothing of the block keeps its O: its weights are 0, but 0 * NaN is not.
             apart = not cute.arch.vote_all_sync(visible[0] > 0 and visible[1] > 0)
@@ -143,19 +138,16 @@ class WalkRoles:
                 for half in cutlass.range_constexpr(2):
                     if visible[half] <= 0:
                         rows_of_thread(out)[half, None].store(rows_of_thread(kept)[half, None].load())
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(b.kv_empty + stage)
+            release(b.kv_empty + stage, lane)
             if flags & LAST != 0:
                 for half in cutlass.range_constexpr(2):
                     token = group * self.walk_tokens + member[half]
                     group_head = head * self.g + (first_row + 8 * half) % self.g
                     if token < p.total_q:
-                        self.walk_store(out, state, half, token, group_head, lane, p, scale_log2)
+                        self.walk_store(out, state, half, token, group_head, lane, p)
                 q_index += CONSUMERS
             kv_index += 1
-            cute.arch.mbarrier_wait(b.k_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            flags = s.item[0, kv_index % KV_STAGES]
+            flags = items.wait(s, b.k_full, kv_index)
 
     @cute.jit
     def walk_visible(self, s, stage, member, token, key_limit, causal_shift) -> Int32:
@@ -165,8 +157,9 @@ class WalkRoles:
         return visible if (word >> (member % 32)) & 1 != 0 else Int32(0)
 
     @cute.jit
-    def walk_softmax(self, accumulator, weights, out, state, visible, lane, p, scale_log2):
+    def walk_softmax(self, accumulator, weights, out, state, visible, lane, p):
         """One step of the online softmax of a thread's two rows."""
+        scale_log2 = p.softmax_scale * softmax.LOG2_E
         scores = rows_of_thread(accumulator)
         if not cute.arch.vote_all_sync(visible[0] >= BLK_KV and visible[1] >= BLK_KV):
             mask_columns(scores, visible, lane % 4 * 2)
@@ -194,8 +187,9 @@ class WalkRoles:
         as_operand(accumulator, weights)
 
     @cute.jit
-    def walk_store(self, out, state, half: cutlass.Constexpr[int], token, head, lane, p, scale_log2):
+    def walk_store(self, out, state, half: cutlass.Constexpr[int], token, head, lane, p):
         """Normalise one of the thread's rows and write it."""
+        scale_log2 = p.softmax_scale * softmax.LOG2_E
         inverse = softmax.reciprocal(state[half, 1])
         row = rows_of_thread(out)
         start = Int64(token) * p.out_stride_token + head * p.out_stride_head
