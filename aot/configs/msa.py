@@ -27,21 +27,22 @@ _FORWARD = {
 
 def _forward() -> Iterator[Configuration]:
     for arch, g, partial, temperature in product(_FORWARD, HEADS_PER_KV, PARTIAL_DTYPES, (False, True)):
+        options = {
+            "q": "bfloat16",
+            "kv": "bfloat16",
+            "qk": "bfloat16",
+            "pv": "bfloat16",
+            "g": g,
+            "partial": partial,
+            "temperature": temperature,
+        }
         yield Configuration(
             operation="fwd",
             arch=arch,
             name=f"fwd-bf16-g{g}-p{DTYPE_TAGS[partial]}" + ("-temperature" if temperature else ""),
-            options={
-                "q": "bfloat16",
-                "kv": "bfloat16",
-                "qk": "bfloat16",
-                "pv": "bfloat16",
-                "g": g,
-                "partial": partial,
-                "temperature": temperature,
-            },
+            options=options,
             factory=_FORWARD[arch],
-            arguments={"g": g, "partial": partial, "temperature": temperature},
+            arguments=options,
         )
 
 

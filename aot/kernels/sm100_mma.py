@@ -8,6 +8,11 @@ from cutlass.experimental import primitives
 TENSOR_COLUMNS = 512  # of tensor memory
 
 
+def columns_of(values: int, dtype: type) -> int:
+    """Columns of tensor memory, of 32 bits, that so many values of a row fill."""
+    return values * dtype.width // 32
+
+
 def tensor_memory(base: Int32, warp: Int32, column: int | Int32, dtype: type):
     """The columns from ``column`` on of the 32 lanes that a warp of a warpgroup reaches."""
     return primitives.make_tmem_ptr(base + (warp << 21) + column, dtype)
@@ -35,6 +40,6 @@ def advance(desc: primitives.Tcgen05SmemDesc, offset: int) -> primitives.Tcgen05
 
 
 def issue(target, operands: Iterable, shape: primitives.Tcgen05InstrDesc) -> None:
-    """One thread: issue target = sum of A @ B over all (A, B) of ``operands``, which are made one after the other."""
+    """One thread: issue target = sum of A @ B over the (A, B) of ``operands``, 16-bit values, each made in its turn."""
     for step, (a, b) in enumerate(operands):
         primitives.tcgen05_mma(primitives.Tcgen05MMAKind.F16, primitives.CTAGroup.CTA_1, target, a, b, shape, step > 0)

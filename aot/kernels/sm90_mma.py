@@ -1,24 +1,25 @@
-"""Products of a consumer warpgroup on Hopper: 64 x 128 x 16 wgmma of bf16 with float32 accumulators."""
+"""Products of a consumer warpgroup on Hopper: 64 x 128 wgmma of 16-bit values with float32 accumulators."""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32
+from cutlass import Float32
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import hopper_helpers
 
 CONSUMERS = 3  # warpgroups
+WARPGROUP = 128  # threads
 TILE_ROWS = 64
 COLUMNS = 128
 
 
-def tiled_mma(b_major: cute.nvgpu.OperandMajorMode, a_source: warpgroup.OperandSource) -> cute.TiledMma:
+def tiled_mma(dtype: type, b_major: cute.nvgpu.OperandMajorMode, a_source: warpgroup.OperandSource) -> cute.TiledMma:
     """A is K-major."""
     a_major = cute.nvgpu.OperandMajorMode.K
     return hopper_helpers.make_trivial_tiled_mma(
-        BFloat16, BFloat16, a_major, b_major, Float32, (1, 1, 1), tiler_mn=(TILE_ROWS, COLUMNS), a_source=a_source
+        dtype, dtype, a_major, b_major, Float32, (1, 1, 1), tiler_mn=(TILE_ROWS, COLUMNS), a_source=a_source
     )
 
 
@@ -40,10 +41,10 @@ class Products(NamedTuple):
     v: Any
 
 
-def products(operands: Operands) -> Products:
-    """Q K^T and P V of a consumer warpgroup, P in registers."""
-    qk = tiled_mma(cute.nvgpu.OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-    pv = tiled_mma(cute.nvgpu.OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+def products(operands: Operands, qk_dtype: type, pv_dtype: type) -> Products:
+    """Q K^T and P V of a consumer warpgroup in their dtypes, P in registers."""
+    qk = tiled_mma(qk_dtype, cute.nvgpu.OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+    pv = tiled_mma(pv_dtype, cute.nvgpu.OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
     return Products(
         qk,
         pv,
@@ -80,5 +81,5 @@ def rows_of_thread(accumulator: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def as_operand(accumulator: cute.Tensor, weights: cute.Tensor):
-    """Round an accumulator to bf16 ``weights``, the A operand of a product: both hold the same elements in order."""
-    cute.make_tensor(weights.iterator, accumulator.layout).store(accumulator.load().to(BFloat16))
+    """Round an accumulator to ``weights``, the A operand of a product: both hold the same elements in order."""
+    cute.make_tensor(weights.iterator, accumulator.layout).store(accumulator.load().to(weights.element_type))

@@ -1,33 +1,30 @@
 """What the producer warps of a forward do: claim work items, fetch K and V, gather query rows.
 
-K and V of a work item are [half of 64 columns][128 keys][64]; queries are groups of eight rows, [row / 8][half][8][64].
-All of it has rows of 128 bytes in the 128-byte swizzle, where the products read both K-major and MN-major operands.
+K and V of a work item are one block each as storage.py has it, [line][128 keys][columns]; queries are groups of eight
+rows, [row / 8][line][8][columns].
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.experimental import primitives
 
 from aot.kernels import items, pages
-from aot.kernels.items import KV_STAGES
+from aot.kernels.items import phase_of, stage_of
 from aot.kernels.mask import BLK_KV
 from aot.kernels.memory import vector
 from aot.kernels.msa import partials, work
-from aot.kernels.msa.partials import HEAD_DIM
+from aot.kernels.storage import ATOM_ROWS, CHUNK_BYTES, LINE_BYTES, Storage
 
 # Of a work item in shared memory: count, first entry, KV head, key_limit, causal_shift and three unused ones, so that
 # an item's place is a shift: with five words one configuration spills.
 ITEM_WORDS = 8
-ATOM_ROWS = 8  # a swizzled atom is 8 rows of 128 bytes
-SWIZZLE_COLUMNS = 64  # bf16 elements in such a row
-HALVES = HEAD_DIM // SWIZZLE_COLUMNS
-BLOCK_BYTES = BLK_KV * HEAD_DIM * 2
+LINE_CHUNKS = LINE_BYTES // CHUNK_BYTES
 
 
 @cute.jit
-def load_blocks(maps, s, b, p, entries):
+def load_blocks(maps, s, b, p, kv: cutlass.Constexpr[Storage]):
     """One warp: claim work items and load their K and V; a count of -1 ends the stream."""
     end = min(vector(p.work_count)[0], p.work_capacity)
     kv_index = Int32(0)
@@ -35,64 +32,74 @@ def load_blocks(maps, s, b, p, entries):
     item, _, _ = cute.arch.block_idx()
     while item < end:
         claimed = items.claim(p)
-        count, head, first, sequence, block = work.decode(p, item, entries)
+        count, head, first, sequence, block = work.decode(p, item)
         if count > 0:
             key_limit, causal_shift, row, page = pages.locate(p, sequence, block)
             words = (count, first, head, key_limit, causal_shift)
-            tails = fetch(maps, s, b, kv_index, tails, words, row, page)
+            tails = fetch(maps, s, b, kv_index, tails, words, row, page, kv)
             kv_index += 1
         item = cute.arch.shuffle_sync(claimed, 0)
     items.finish(s, b, kv_index)
 
 
 @cute.jit
-def fetch(maps, s, b, kv_index, tails, words, row, page) -> Int32:
+def fetch(maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[Storage]) -> Int32:
     """One warp: publish an item's words and load its K and V into the next stage; the new number of ``tails``."""
     _, _, head, key_limit, _, *_ = words
     lane = cute.arch.lane_idx()
-    stage = kv_index % KV_STAGES
-    cute.arch.mbarrier_wait(b.kv_empty + stage, (kv_index // KV_STAGES + 1) % 2)
+    stage = stage_of(kv_index)
+    cute.arch.mbarrier_wait(b.kv_empty + stage, phase_of(kv_index) ^ 1)
     if lane == 0:
         for i in cutlass.range_constexpr(len(words)):
             s.item[i, stage] = words[i]
         cute.arch.mbarrier_arrive(b.item_full + stage)
-        load_block(maps.k, s.k, stage, b.k_full + stage, row, head, page)
+        load_block(maps.k, s.k, stage, b.k_full + stage, row, head, page, kv)
     if key_limit >= BLK_KV:
         if lane == 0:
-            load_block(maps.v, s.v, stage, b.v_full + stage, row, head, page)
+            load_block(maps.v, s.v, stage, b.v_full + stage, row, head, page, kv)
     else:
         if lane == 0:
-            load_block(maps.v, s.v, stage, b.v_tail, row, head, page)
-        cute.arch.mbarrier_wait(b.v_tail, tails % 2)
+            load_block(maps.v, s.v, stage, b.v_tail, row, head, page, kv)
+        cute.arch.mbarrier_wait(b.v_tail, tails & 1)
         tails += 1
-        zero_tail(s.v, stage, key_limit, lane)
+        zero_tail(s.v, stage, key_limit, lane, kv)
         if lane == 0:
             cute.arch.mbarrier_arrive(b.v_full + stage)
     return tails
 
 
 @cute.jit
-def load_block(tensor_map, s_block, stage, full, row, head, page):
+def load_block(tensor_map, s_block, stage, full, row, head, page, kv: cutlass.Constexpr[Storage]):
     """One thread: fetch a block's K or V into a stage."""
-    cute.arch.mbarrier_arrive_and_expect_tx(full, BLOCK_BYTES)
-    target = s_block + stage * (BLK_KV * HEAD_DIM)
+    cute.arch.mbarrier_arrive_and_expect_tx(full, kv.block_bytes)
+    target = s_block + stage * kv.block
     primitives.cp_async_bulk_tensor_shared_cta_global(target, tensor_map, (0, row, 0, head, page), full)
 
 
 @cute.jit
-def zero_tail(s_v, stage, key_limit, lane):
+def zero_tail(s_v, stage, key_limit, lane, kv: cutlass.Constexpr[Storage]):
     """One warp: clear the values past the sequence's end; their weight is 0, but 0 * NaN is not."""
-    block = cute.recast_ptr(s_v + stage * (BLK_KV * HEAD_DIM), dtype=Int32)
-    words = cute.make_tensor(block, cute.make_layout((SWIZZLE_COLUMNS // 2, BLK_KV, HALVES)))
+    block = cute.recast_ptr(s_v + stage * kv.block, dtype=Int32)
+    words = cute.make_tensor(block, cute.make_layout((LINE_BYTES // 4, BLK_KV, kv.lines)))
     for key in cutlass.range(max(key_limit, 0), BLK_KV, unroll=1):
-        for half in cutlass.range_constexpr(HALVES):
-            words[lane, key, half] = 0
+        for line in cutlass.range_constexpr(kv.lines):
+            words[lane, key, line] = 0
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
 
 
 @cute.jit
-def fetch_queries(maps, p, mine, place, head, full, rows: cutlass.Constexpr[int], g: cutlass.Constexpr[int]):
+def fetch_queries(
+    maps,
+    p,
+    mine,
+    place,
+    head,
+    full,
+    q: cutlass.Constexpr[Storage],
+    rows: cutlass.Constexpr[int],
+    g: cutlass.Constexpr[int],
+):
     """One warp: fetch a tile of ``rows`` and arrive on ``full``, once for each token but at most 32 times.
 
     ``mine`` holds the tile's entries, entry i in lane i % 32. The tensor copy engine fetches a token's heads where they
@@ -102,14 +109,14 @@ def fetch_queries(maps, p, mine, place, head, full, rows: cutlass.Constexpr[int]
     tokens = rows // g
     if const_expr(g >= ATOM_ROWS):
         if lane == 0:
-            cute.arch.mbarrier_expect_tx(full, rows * HEAD_DIM * 2)
+            cute.arch.mbarrier_expect_tx(full, rows * q.row_bytes)
         cute.arch.sync_warp()
         if lane < tokens:
             coordinates = (0, 0, 0, head * (g // ATOM_ROWS), mine[0] & partials.TOKEN_MASK)
-            target = place + lane * (g * HEAD_DIM)
+            target = place + lane * (g * q.row)
             primitives.cp_async_bulk_tensor_shared_cta_global(target, maps.q, coordinates, full)
     else:
-        gather(p, mine, place, head, lane, rows, g)
+        gather(p, mine, place, head, lane, q, rows, g)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
@@ -118,19 +125,26 @@ def fetch_queries(maps, p, mine, place, head, full, rows: cutlass.Constexpr[int]
 
 
 @cute.jit
-def gather(p, mine, place, head, lane, rows: cutlass.Constexpr[int], g: cutlass.Constexpr[int]):
+def gather(
+    p,
+    mine,
+    place,
+    head,
+    lane,
+    q: cutlass.Constexpr[Storage],
+    rows: cutlass.Constexpr[int],
+    g: cutlass.Constexpr[int],
+):
     """One warp: start copying the ``rows`` of a tile, two at a time, to where the products read them.
 
     ``mine`` holds the tile's entries, entry i in lane i % 32.
     """
     atom = cute.make_copy_atom(
-        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), BFloat16, num_bits_per_copy=128
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), q.dtype, num_bits_per_copy=8 * CHUNK_BYTES
     )
-    piece = cute.make_layout(8)
-    odd, chunk = lane // 16, lane % 16
-    column = place + cute.assume(
-        chunk // 8 * (ATOM_ROWS * SWIZZLE_COLUMNS) + odd * SWIZZLE_COLUMNS, divby=SWIZZLE_COLUMNS
-    )
+    piece = cute.make_layout(q.chunk)
+    odd, chunk = lane // (q.row // q.chunk), lane % (q.row // q.chunk)
+    column = place + cute.assume(chunk // LINE_CHUNKS * (ATOM_ROWS * q.columns) + odd * q.columns, divby=q.columns)
     source = p.q
     for i in cutlass.range_constexpr(cute.size(mine)):
         for group in cutlass.range(min(rows, 32 * g) // ATOM_ROWS, unroll=1):
@@ -140,16 +154,16 @@ def gather(p, mine, place, head, lane, rows: cutlass.Constexpr[int], g: cutlass.
                     word = cute.arch.shuffle_sync(mine[i], slot)
                     token = min(word & partials.TOKEN_MASK, p.total_q - 1)
                     group_head = head * g + (odd if g > 1 else 0)
-                    start = Int64(token) * p.q_stride_token + group_head * p.q_stride_head + chunk * 8
-                    source = p.q + cute.assume(start, divby=8)
+                    start = Int64(token) * p.q_stride_token + group_head * p.q_stride_head + chunk * q.chunk
+                    source = p.q + cute.assume(start, divby=q.chunk)
                 skipped = row % g * p.q_stride_head
-                swizzled = ((chunk ^ odd) % 8 ^ row) * 8
+                swizzled = ((chunk ^ odd) % LINE_CHUNKS ^ row) * q.chunk
                 target = column + cute.assume(
-                    (i * 4 * g + group) * (ATOM_ROWS * HEAD_DIM) + row * SWIZZLE_COLUMNS + swizzled, divby=8
+                    (i * 4 * g + group) * (ATOM_ROWS * q.row) + row * q.columns + swizzled, divby=q.chunk
                 )
                 cute.copy(
                     atom,
-                    cute.make_tensor(source + cute.assume(skipped, divby=8), piece),
+                    cute.make_tensor(source + cute.assume(skipped, divby=q.chunk), piece),
                     cute.make_tensor(target, piece),
                 )
 

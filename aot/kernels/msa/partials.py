@@ -11,17 +11,18 @@ each (wgmma's accumulator) nor eight rows written by a lane each (tensor memory'
 """
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import Int32, Int64
+
+from aot.kernels.storage import CHUNK_BYTES
 
 HEAD_DIM = 128
 TOKEN_BITS = 24
 TOKEN_MASK = (1 << TOKEN_BITS) - 1
-PARTIAL_DTYPES = {"float32": Float32, "bfloat16": BFloat16}
 
 
 def chunk_elements(dtype: type) -> int:
     """Elements of one 16-byte chunk."""
-    return 128 // dtype.width
+    return CHUNK_BYTES * 8 // dtype.width
 
 
 def row_index(entry: Int64, group_head: Int32, g: Int32 | int) -> Int64:

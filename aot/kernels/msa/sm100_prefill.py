@@ -10,38 +10,35 @@ doubles it); tensor memory 320 (S and O out, P in, a column a cycle); shared mem
 256, O in and out 512); device memory 1120 (O at 8 TB/s; L2 serves Q). Shared memory binds; with float32, device memory.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.experimental import primitives
 
-from aot.kernel import Kernel, TensorMap, TensorMaps
+from aot.kernel import TensorMaps
 from aot.kernels import items, softmax
 from aot.kernels.items import KV_STAGES, phase_of, release, stage_of
 from aot.kernels.mask import BLK_KV, mask_row, visible_keys
 from aot.kernels.memory import vector
 from aot.kernels.msa import loading, partials, work
-from aot.kernels.msa.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, ITEM_WORDS, SWIZZLE_COLUMNS
-from aot.kernels.msa.params import forward_params
+from aot.kernels.msa.loading import ITEM_WORDS
+from aot.kernels.msa.params import Prefill
 from aot.kernels.msa.partials import HEAD_DIM
-from aot.kernels.sm100_mma import TENSOR_COLUMNS, advance, issue, load_columns, operand, tensor_memory
+from aot.kernels.sm100_mma import TENSOR_COLUMNS, advance, columns_of, issue, load_columns, operand, tensor_memory
+from aot.kernels.storage import ATOM_BYTES, ATOM_ROWS, LINE_BYTES, STEP_BYTES
 
 TILE_ROWS = 128
 SLOTS = 2  # tiles in flight: even and odd ones of the CTA's stream of tiles
 WARPGROUP = 128
 WARPS = WARPGROUP // 32
-MMA_K = 16
 READERS = 1 + SLOTS + (SLOTS + 1) * WARPS  # warps that read an item's words: products, gather, softmax, epilogue
 MMA_WARP = 1
 GATHER_WARP = 2  # and the one after it
-ATOM_BYTES = ATOM_ROWS * SWIZZLE_COLUMNS * 2
-Q_BYTES = TILE_ROWS * HEAD_DIM * 2
-STAGING_BYTES = TILE_ROWS * HEAD_DIM * 2  # rows on their way to partial_out: a quarter for each warp
+STAGING_BYTES = 32 * 1024  # rows on their way to partial_out: a quarter for each warp
 S_COLUMN = 0  # two of BLK_KV columns
-P_COLUMN = SLOTS * BLK_KV  # two of BLK_KV / 2 columns: bfloat16
-O_COLUMN = P_COLUMN + SLOTS * BLK_KV // 2
+P_COLUMN = SLOTS * BLK_KV  # two of self.p_columns
 PART = 32  # columns of a row that move between tensor memory and registers at a time
 
 
@@ -79,36 +76,33 @@ class Barriers(NamedTuple):
     v_tail: cute.Pointer
 
 
-class PrefillSm100(Kernel):
-    def __init__(self, g: int, partial: str, temperature: bool):
-        self.g = g
-        self.partial = partials.PARTIAL_DTYPES[partial]
-        self.temperature = temperature
+class PrefillSm100(Prefill):
+    def __init__(self, g: int, **options: Any):
+        super().__init__(g=g, **options)
         self.tokens = TILE_ROWS // g
         self.threads = 4 * WARPGROUP
         self.min_blocks_per_mp = 1
         # Where tiles start at a multiple of eight rows, a thread's 16 places for bfloat16 never change: the compiler
         # keeps them in registers, which producers that need no cp.async can spare.
-        keeps_places = g >= ATOM_ROWS and self.partial is BFloat16
+        keeps_places = g >= ATOM_ROWS and self.partial.width == 16
         self.producer_registers, self.softmax_registers, self.epilogue_registers = (
             (32, 184, 112) if keeps_places else (40, 192, 88)
         )
-        kv_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, BLK_KV, HALVES, 1, 1))
-        q_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, ATOM_ROWS, HALVES, max(g // ATOM_ROWS, 1), 1))
-        self.maps = {"q": q_map, "k": kv_map, "v": kv_map}
-        self.params = forward_params(self.partial)
+        self.p_columns = columns_of(BLK_KV, self.pv)
+        self.o_column = P_COLUMN + SLOTS * self.p_columns
+        self.q_bytes = TILE_ROWS * self.q.row_bytes
         barriers = 7 * SLOTS + 4 * KV_STAGES + 1
         words = KV_STAGES * ITEM_WORDS + SLOTS * self.tokens + SLOTS * TILE_ROWS + 1
-        blocks = 2 * KV_STAGES * BLOCK_BYTES
-        self.smem_bytes = blocks + SLOTS * Q_BYTES + STAGING_BYTES + 8 * barriers + 4 * words
+        blocks = 2 * KV_STAGES * self.kv.block_bytes
+        self.smem_bytes = blocks + SLOTS * self.q_bytes + STAGING_BYTES + 8 * barriers + 4 * words
 
     @cute.kernel
     def kernel(self, maps: TensorMaps, p):
         maps = self.named(maps)
         smem = cutlass.memory.SmemAllocator()
-        k = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
-        v = smem.allocate_array(BFloat16, KV_STAGES * BLK_KV * HEAD_DIM, byte_alignment=1024)
-        q = smem.allocate_array(BFloat16, SLOTS * TILE_ROWS * HEAD_DIM, byte_alignment=1024)
+        k = smem.allocate_array(self.kv.dtype, KV_STAGES * self.kv.block, byte_alignment=1024)
+        v = smem.allocate_array(self.kv.dtype, KV_STAGES * self.kv.block, byte_alignment=1024)
+        q = smem.allocate_array(self.q.dtype, SLOTS * TILE_ROWS * HEAD_DIM, byte_alignment=1024)
         staging = smem.allocate_array(self.partial, STAGING_BYTES * 8 // self.partial.width, byte_alignment=1024)
         b = Barriers(
             q_full=smem.allocate_array(Int64, SLOTS),
@@ -159,7 +153,7 @@ class PrefillSm100(Kernel):
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                loading.load_blocks(maps, s, b, p, work.entries_of_head(p))
+                loading.load_blocks(maps, s, b, p, self.kv)
             elif warp == MMA_WARP:
                 self.multiply(base, s, b)
             else:
@@ -193,7 +187,7 @@ class PrefillSm100(Kernel):
                 mine = loading.entries_of_tile(words, tile, count, self.tokens)
                 cute.arch.mbarrier_wait(b.q_empty + slot, phase_of(tile_base + tile) ^ 1)
                 loading.keep_entries(s.entries, slot, mine, self.tokens)
-                loading.fetch_queries(maps, p, mine, place, head, b.q_full + slot, TILE_ROWS, self.g)
+                loading.fetch_queries(maps, p, mine, place, head, b.q_full + slot, self.q, TILE_ROWS, self.g)
             tile_base += tiles
             kv_index += 1
             count = items.wait(s, b.item_full, kv_index)
@@ -246,16 +240,16 @@ class PrefillSm100(Kernel):
     @cute.jit
     def score(self, base, s, b, slot, stage):
         """One warp: S = Q K^T of the tile in ``slot``; both operands are K-major."""
-        q = operand(s.q.toint() + slot * Q_BYTES, 16, HALVES * ATOM_BYTES)
-        k = operand(s.k.toint() + stage * BLOCK_BYTES, 16, ATOM_BYTES)
+        q = operand(s.q.toint() + slot * self.q_bytes, 16, self.q.lines * ATOM_BYTES)
+        k = operand(s.k.toint() + stage * self.kv.block_bytes, 16, ATOM_BYTES)
         shape = primitives.Tcgen05InstrDesc.build(
-            c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, m_dim=TILE_ROWS, n_dim=BLK_KV
+            c_dtype=Float32, a_dtype=self.qk, b_dtype=self.qk, m_dim=TILE_ROWS, n_dim=BLK_KV
         )
         target = primitives.make_tmem_ptr(base + (S_COLUMN + slot * BLK_KV), Float32)
-        steps = (divmod(step * MMA_K, SWIZZLE_COLUMNS) for step in range(HEAD_DIM // MMA_K))
+        steps = (divmod(start, LINE_BYTES) for start in range(0, self.q.row_bytes, STEP_BYTES))
         operands = (
-            (advance(q, half * ATOM_BYTES + 2 * column), advance(k, half * (BLOCK_BYTES // HALVES) + 2 * column))
-            for half, column in steps
+            (advance(q, line * ATOM_BYTES + start), advance(k, line * (BLK_KV * LINE_BYTES) + start))
+            for line, start in steps
         )
         primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
         with cute.arch.elect_one():
@@ -266,18 +260,18 @@ class PrefillSm100(Kernel):
     @cute.jit
     def accumulate(self, base, s, b, slot, stage):
         """One warp: O = P V of the tile in ``slot``; V is MN-major."""
-        v = operand(s.v.toint() + stage * BLOCK_BYTES, BLOCK_BYTES // HALVES, ATOM_BYTES)
+        v = operand(s.v.toint() + stage * self.kv.block_bytes, BLK_KV * LINE_BYTES, ATOM_BYTES)
         shape = primitives.Tcgen05InstrDesc.build(
-            c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, b_major=1, m_dim=TILE_ROWS, n_dim=HEAD_DIM
+            c_dtype=Float32, a_dtype=self.pv, b_dtype=self.pv, b_major=1, m_dim=TILE_ROWS, n_dim=HEAD_DIM
         )
-        target = primitives.make_tmem_ptr(base + O_COLUMN, Float32)
-        weights = base + (P_COLUMN + slot * (BLK_KV // 2))
+        target = primitives.make_tmem_ptr(base + self.o_column, Float32)
+        weights = base + (P_COLUMN + slot * self.p_columns)
         operands = (
             (
-                primitives.make_tmem_ptr(weights + step * (MMA_K // 2), Int32),
-                advance(v, step * (MMA_K // ATOM_ROWS * ATOM_BYTES)),
+                primitives.make_tmem_ptr(weights + columns_of(first, self.pv), Int32),
+                advance(v, first * LINE_BYTES),
             )
-            for step in range(BLK_KV // MMA_K)
+            for first in range(0, BLK_KV, self.kv.step)
         )
         primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
         with cute.arch.elect_one():
@@ -336,8 +330,8 @@ class PrefillSm100(Kernel):
                 for part in cutlass.range_constexpr(BLK_KV // PART):
                     values = cute.make_tensor(scores.iterator + part * PART, cute.make_layout(PART))
                     total += softmax.row_sum_exp2(values, maximum, scale_log2, keep=True)
-                    place = P_COLUMN + slot * (BLK_KV // 2) + part * (PART // 2)
-                    weights = values.load().to(BFloat16)
+                    place = P_COLUMN + slot * self.p_columns + part * columns_of(PART, self.pv)
+                    weights = values.load().to(self.pv)
                     primitives.tcgen05_st("32x32b", tensor_memory(base, warp, place, Int32), weights)
                 s.sums[row, slot] = total
                 primitives.tcgen05_wait(primitives.Tcgen05Wait.STORE)
@@ -401,12 +395,12 @@ class PrefillSm100(Kernel):
             if lane == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was here before has left
             cute.arch.sync_warp()
-            following = load_columns(base, warp, O_COLUMN, columns)
+            following = load_columns(base, warp, self.o_column, columns)
             for group in cutlass.range_constexpr(HEAD_DIM // columns):
                 part = following
                 primitives.tcgen05_wait(primitives.Tcgen05Wait.LOAD)
                 if const_expr((group + 1) * columns < HEAD_DIM):
-                    following = load_columns(base, warp, O_COLUMN + (group + 1) * columns, columns)
+                    following = load_columns(base, warp, self.o_column + (group + 1) * columns, columns)
                 elif const_expr(start + batch == 32):
                     primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
                     release(o_empty, lane)

@@ -11,28 +11,35 @@ for every 64 rows, Q in and out, O in and out); L2 32 KB, of which half is writt
 softmax and the epilogue of one under the products of the others; tensor cores and shared memory bind together.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.experimental import primitives
 from cutlass.utils import hopper_helpers
 
-from aot.kernel import Kernel, TensorMap, TensorMaps
+from aot.kernel import TensorMaps
 from aot.kernels import items, softmax
-from aot.kernels.items import KV_STAGES
+from aot.kernels.items import KV_STAGES, phase_of, release, stage_of
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
 from aot.kernels.memory import vector
 from aot.kernels.msa import loading, partials, sm90_walk, work
-from aot.kernels.msa.loading import ATOM_ROWS, BLOCK_BYTES, HALVES, SWIZZLE_COLUMNS
-from aot.kernels.msa.params import forward_params
+from aot.kernels.msa.params import Prefill
 from aot.kernels.msa.partials import HEAD_DIM
-from aot.kernels.sm90_mma import CONSUMERS, TILE_ROWS, Operands, as_operand, multiply, products, rows_of_thread
+from aot.kernels.sm90_mma import (
+    CONSUMERS,
+    TILE_ROWS,
+    WARPGROUP,
+    Operands,
+    as_operand,
+    multiply,
+    products,
+    rows_of_thread,
+)
 
 Q_STAGES = 2 * CONSUMERS  # two for each consumer
-WARPGROUP = 128
 PRODUCER_REGISTERS = 56
 CONSUMER_REGISTERS = 152
 
@@ -74,11 +81,9 @@ class Statistics(NamedTuple):
     lse_temperature: Float32
 
 
-class PrefillSm90(sm90_walk.WalkRoles, Kernel):
-    def __init__(self, g: int, partial: str, temperature: bool):
-        self.g = g
-        self.partial = partials.PARTIAL_DTYPES[partial]
-        self.temperature = temperature
+class PrefillSm90(sm90_walk.WalkRoles, Prefill):
+    def __init__(self, g: int, **options: Any):
+        super().__init__(g=g, **options)
         self.tokens = TILE_ROWS // g
         self.walk_tokens = work.WALK_ROWS // g
         self.walk_words = (self.walk_tokens + 31) // 32
@@ -86,31 +91,28 @@ class PrefillSm90(sm90_walk.WalkRoles, Kernel):
         self.min_blocks_per_mp = 1
         self.walks = True
         # bfloat16 partials of a tile take the place of its Q; float32 ones are twice as large and go out of registers.
-        self.staged = self.partial is BFloat16
-        kv_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, BLK_KV, HALVES, 1, 1))
-        q_map = TensorMap(BFloat16, (SWIZZLE_COLUMNS, ATOM_ROWS, HALVES, max(g // ATOM_ROWS, 1), 1))
-        self.maps = {"q": q_map, "k": kv_map, "v": kv_map}
-        self.params = forward_params(self.partial)
+        self.staged = self.partial.width == self.q.dtype.width
         self.item_words = max(loading.ITEM_WORDS, sm90_walk.FIXED_WORDS + self.walk_words)
         words = KV_STAGES * self.item_words + Q_STAGES * self.tokens
         barriers = 2 * Q_STAGES + 4 * KV_STAGES + 1
-        self.smem_bytes = 2 * KV_STAGES * BLOCK_BYTES + Q_STAGES * TILE_ROWS * HEAD_DIM * 2 + 8 * barriers + 4 * words
+        tiles = 2 * KV_STAGES * self.kv.block_bytes + Q_STAGES * TILE_ROWS * self.q.row_bytes
+        self.smem_bytes = tiles + 8 * barriers + 4 * words
 
     @cute.kernel
     def kernel(self, maps: TensorMaps, p):
         maps = self.named(maps)
-        k_major = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, BFloat16, HEAD_DIM)
-        mn_major = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.COL_MAJOR, BFloat16, HEAD_DIM)
-        k_atom = warpgroup.make_smem_layout_atom(k_major, BFloat16)
-        v_atom = warpgroup.make_smem_layout_atom(mn_major, BFloat16)
+        k_major = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, self.qk, HEAD_DIM)
+        mn_major = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.COL_MAJOR, self.pv, HEAD_DIM)
+        k_atom = warpgroup.make_smem_layout_atom(k_major, self.qk)
+        v_atom = warpgroup.make_smem_layout_atom(mn_major, self.pv)
         q_layout = cute.tile_to_shape(k_atom, (TILE_ROWS, HEAD_DIM, Q_STAGES), order=(1, 0, 2))
         k_layout = cute.tile_to_shape(k_atom, (BLK_KV, HEAD_DIM, KV_STAGES), order=(0, 1, 2))
         v_layout = cute.tile_to_shape(v_atom, (HEAD_DIM, BLK_KV, KV_STAGES), order=(1, 0, 2))
 
         smem = cutlass.memory.SmemAllocator()
-        k = smem.allocate_array(BFloat16, cute.cosize(k_layout), byte_alignment=1024)
-        v = smem.allocate_array(BFloat16, cute.cosize(v_layout), byte_alignment=1024)
-        q = smem.allocate_array(BFloat16, cute.cosize(q_layout), byte_alignment=1024)
+        k = smem.allocate_array(self.kv.dtype, cute.cosize(k_layout), byte_alignment=1024)
+        v = smem.allocate_array(self.kv.dtype, cute.cosize(v_layout), byte_alignment=1024)
+        q = smem.allocate_array(self.q.dtype, cute.cosize(q_layout), byte_alignment=1024)
         b = Barriers(
             q_full=smem.allocate_array(Int64, Q_STAGES),
             q_empty=smem.allocate_array(Int64, Q_STAGES),
@@ -149,8 +151,6 @@ class PrefillSm90(sm90_walk.WalkRoles, Kernel):
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
 
-        entries = work.entries_of_head(p)
-        scale_log2 = p.softmax_scale * softmax.LOG2_E
         if walks:
             if warp < WARPGROUP // 32:
                 cute.arch.setmaxregister_decrease(sm90_walk.PRODUCER_REGISTERS)
@@ -160,19 +160,19 @@ class PrefillSm90(sm90_walk.WalkRoles, Kernel):
                     self.walk_load_queries(warp - 1, maps, s, b, p)
             elif warp < (1 + sm90_walk.CONSUMERS) * (WARPGROUP // 32):
                 cute.arch.setmaxregister_increase(sm90_walk.CONSUMER_REGISTERS)
-                self.walk_consume(thread - WARPGROUP, s, b, p, scale_log2)
+                self.walk_consume(thread - WARPGROUP, s, b, p)
             else:
                 cute.arch.setmaxregister_decrease(sm90_walk.IDLE_REGISTERS)
         else:
             if warp < WARPGROUP // 32:
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if warp == 0:
-                    loading.load_blocks(maps, s, b, p, entries)
+                    loading.load_blocks(maps, s, b, p, self.kv)
                 else:
-                    self.load_queries(warp - 1, maps, s, b, p, entries)
+                    self.load_queries(warp - 1, maps, s, b, p)
             else:
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-                self.consume(thread - WARPGROUP, s, b, p, entries, scale_log2)
+                self.consume(thread - WARPGROUP, s, b, p)
 
     def tile_place(self, s: Shared, q_stage: Int32) -> cute.Pointer:
         """Where a stage of the ring of Q tiles starts in shared memory."""
@@ -183,15 +183,15 @@ class PrefillSm90(sm90_walk.WalkRoles, Kernel):
         return q_index % Q_STAGES, q_index // Q_STAGES % 2
 
     @cute.jit
-    def load_queries(self, consumer, maps, s, b, p, entries):
+    def load_queries(self, consumer, maps, s, b, p):
         """Warps 1 to 3: gather every third tile of the CTA's stream of tiles."""
+        entries = work.entries_of_head(p)
         lane = cute.arch.lane_idx()
         tile_base = Int32(0)
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.item_full, 0)
-        count = s.item[0, 0]
+        count = items.wait(s, b.item_full, kv_index)
         while count >= 0:
-            stage = kv_index % KV_STAGES
+            stage = stage_of(kv_index)
             first, head = s.item[1, stage], s.item[2, stage]
             words = vector(p.qsplit_indices + (Int64(head) * entries + first))
             tiles = (count + self.tokens - 1) // self.tokens
@@ -202,32 +202,29 @@ class PrefillSm90(sm90_walk.WalkRoles, Kernel):
                 mine = loading.entries_of_tile(words, tile, count, self.tokens)
                 cute.arch.mbarrier_wait(b.q_empty + q_stage, 1 - q_phase)
                 loading.keep_entries(s.entries, q_stage, mine, self.tokens)
-                loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, TILE_ROWS, self.g)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(b.kv_empty + stage)
+                loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, self.q, TILE_ROWS, self.g)
+            release(b.kv_empty + stage, lane)
             tile_base += tiles
             kv_index += 1
-            cute.arch.mbarrier_wait(b.item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            count = s.item[0, kv_index % KV_STAGES]
+            count = items.wait(s, b.item_full, kv_index)
 
     @cute.jit
-    def consume(self, thread, s, b, p, entries, scale_log2):
+    def consume(self, thread, s, b, p):
         """A consumer warpgroup: every third tile of the CTA's stream of tiles."""
+        entries = work.entries_of_head(p)
         consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
         thread = thread % WARPGROUP
         lane = cute.arch.lane_idx()
         first_row = thread // 32 * 16 + lane // 4  # a thread holds this row of a tile and the one 8 further on
 
-        mma = products(s.operands)
+        mma = products(s.operands, self.qk, self.pv)
 
         tile_base = Int32(0)  # the CTA's tiles before this item
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.k_full, 0)
-        count = s.item[0, 0]
+        count = items.wait(s, b.k_full, kv_index)
         while count >= 0:
-            stage = kv_index % KV_STAGES
-            phase = kv_index // KV_STAGES % 2
+            stage = stage_of(kv_index)
+            phase = phase_of(kv_index)
             first, head, key_limit, causal_shift = items.words(s, stage)
             tiles = (count + self.tokens - 1) // self.tokens
             for tile in cutlass.range(first_tile(consumer, tile_base), tiles, CONSUMERS):
@@ -247,8 +244,8 @@ class PrefillSm90(sm90_walk.WalkRoles, Kernel):
                 else:
                     self.release_queries(b.q_empty + q_stage, thread, consumer)
 
-                weights = cute.make_rmem_tensor(mma.pv.partition_shape_A((TILE_ROWS, BLK_KV)), BFloat16)
-                statistics = self.softmax(scores, weights, visible, lane, p, scale_log2)
+                weights = cute.make_rmem_tensor(mma.pv.partition_shape_A((TILE_ROWS, BLK_KV)), self.pv)
+                statistics = self.softmax(scores, weights, visible, lane, p)
 
                 out = cute.make_rmem_tensor(mma.pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
                 cute.arch.mbarrier_wait(b.v_full + stage, phase)
@@ -258,13 +255,10 @@ class PrefillSm90(sm90_walk.WalkRoles, Kernel):
                 tokens = min(count - tile * self.tokens, self.tokens)
                 place = self.tile_place(s, q_stage)
                 self.store(out, statistics, thread, consumer, entry, tokens, place, p)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(b.kv_empty + stage)
+            release(b.kv_empty + stage, lane)
             tile_base += tiles
             kv_index += 1
-            cute.arch.mbarrier_wait(b.k_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            count = s.item[0, kv_index % KV_STAGES]
+            count = items.wait(s, b.k_full, kv_index)
         if const_expr(self.staged):
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -277,13 +271,12 @@ class PrefillSm90(sm90_walk.WalkRoles, Kernel):
             if thread == 0:
                 cute.arch.mbarrier_arrive(empty)
         else:
-            cute.arch.sync_warp()
-            if thread % 32 == 0:
-                cute.arch.mbarrier_arrive(empty)
+            release(empty, thread % 32)
 
     @cute.jit
-    def softmax(self, accumulator, weights, visible, lane, p, scale_log2):
-        """Write exp(score - row maximum) to ``weights`` as bf16; the Statistics of both rows."""
+    def softmax(self, accumulator, weights, visible, lane, p):
+        """Write exp(score - row maximum) to ``weights``; the Statistics of both rows."""
+        scale_log2 = p.softmax_scale * softmax.LOG2_E
         scores = rows_of_thread(accumulator)
         if not cute.arch.vote_all_sync(visible[0] >= BLK_KV and visible[1] >= BLK_KV):
             mask_columns(scores, visible, lane % 4 * 2)

@@ -12,15 +12,16 @@ for rows that see nothing of the block: they must not take part, whatever bytes 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from aot.kernels import items, pages, softmax
-from aot.kernels.items import KV_STAGES
+from aot.kernels.items import phase_of, release, stage_of
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
 from aot.kernels.memory import vector
 from aot.kernels.msa import loading, work
+from aot.kernels.msa.params import OUT
 from aot.kernels.msa.partials import HEAD_DIM
-from aot.kernels.sm90_mma import TILE_ROWS, as_operand, copy, multiply, products, rows_of_thread
+from aot.kernels.sm90_mma import TILE_ROWS, WARPGROUP, as_operand, copy, multiply, products, rows_of_thread
 
 CONSUMERS = work.WALK_ROWS // TILE_ROWS
 PRODUCER_REGISTERS = 40
@@ -56,7 +57,7 @@ class WalkRoles:
                 head = item // groups
                 words = (Int32(flags), item - head * groups, head, key_limit, causal_shift)
                 words += tuple(block[2 + i] if exists else Int32(0) for i in range(self.walk_words))
-                tails = loading.fetch(maps, s, b, kv_index, tails, words, row, page)
+                tails = loading.fetch(maps, s, b, kv_index, tails, words, row, page, self.kv)
                 kv_index += 1
             item = cute.arch.shuffle_sync(claimed, 0)
         items.finish(s, b, kv_index)
@@ -67,14 +68,11 @@ class WalkRoles:
         lane = cute.arch.lane_idx()
         q_index = consumer
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.item_full, 0)
-        flags = s.item[0, 0]
+        flags = items.wait(s, b.item_full, kv_index)
         while flags >= 0:
-            stage = kv_index % KV_STAGES
+            stage = stage_of(kv_index)
             group, head = s.item[1, stage], s.item[2, stage]
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(b.kv_empty + stage)
+            release(b.kv_empty + stage, lane)
             if flags & FIRST != 0:
                 mine = cute.make_rmem_tensor((self.tokens + 31) // 32, Int32)
                 for i in cutlass.range_constexpr(cute.size(mine)):
@@ -83,21 +81,20 @@ class WalkRoles:
                 q_stage, phase = self.ring_of_queries(q_index)
                 cute.arch.mbarrier_wait(b.q_empty + q_stage, 1 - phase)
                 place = self.tile_place(s, q_stage)
-                loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, TILE_ROWS, self.g)
+                loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, self.q, TILE_ROWS, self.g)
                 q_index += CONSUMERS
             kv_index += 1
-            cute.arch.mbarrier_wait(b.item_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            flags = s.item[0, kv_index % KV_STAGES]
+            flags = items.wait(s, b.item_full, kv_index)
 
     @cute.jit
-    def walk_consume(self, thread, s, b, p, scale_log2):
+    def walk_consume(self, thread, s, b, p):
         """A consumer warpgroup: its 64 rows of a group against every block of the group."""
-        consumer = cute.arch.make_warp_uniform(thread // 128)
-        thread = thread % 128
+        consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        thread = thread % WARPGROUP
         lane = cute.arch.lane_idx()
         first_row = thread // 32 * 16 + lane // 4  # a thread holds this row of a tile and the one 8 further on
 
-        mma = products(s.operands)
+        mma = products(s.operands, self.qk, self.pv)
         out = cute.make_rmem_tensor(mma.pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
         out.fill(0.0)
         # Of the two rows: maximum, sum of exponentials, the same sum at the temperature.
@@ -106,11 +103,10 @@ class WalkRoles:
 
         q_index = consumer
         kv_index = Int32(0)
-        cute.arch.mbarrier_wait(b.k_full, 0)
-        flags = s.item[0, 0]
+        flags = items.wait(s, b.k_full, kv_index)
         while flags >= 0:
-            stage = kv_index % KV_STAGES
-            phase = kv_index // KV_STAGES % 2
+            stage = stage_of(kv_index)
+            phase = phase_of(kv_index)
             group, head, key_limit, causal_shift = items.words(s, stage)
             q_stage, q_phase = self.ring_of_queries(q_index)
             if flags & FIRST != 0:
@@ -128,8 +124,8 @@ class WalkRoles:
             if flags & LAST != 0:
                 self.release_queries(b.q_empty + q_stage, thread, consumer)
 
-            weights = cute.make_rmem_tensor(mma.pv.partition_shape_A((TILE_ROWS, BLK_KV)), BFloat16)
-            self.walk_softmax(scores, weights, out, state, visible, lane, p, scale_log2)
+            weights = cute.make_rmem_tensor(mma.pv.partition_shape_A((TILE_ROWS, BLK_KV)), self.pv)
+            self.walk_softmax(scores, weights, out, state, visible, lane, p)
             cute.arch.mbarrier_wait(b.v_full + stage, phase)
             # A row that sees nothing of the block keeps its O: its weights are 0, but 0 * NaN is not.
             apart = not cute.arch.vote_all_sync(visible[0] > 0 and visible[1] > 0)
@@ -142,19 +138,16 @@ class WalkRoles:
                 for half in cutlass.range_constexpr(2):
                     if visible[half] <= 0:
                         rows_of_thread(out)[half, None].store(rows_of_thread(kept)[half, None].load())
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(b.kv_empty + stage)
+            release(b.kv_empty + stage, lane)
             if flags & LAST != 0:
                 for half in cutlass.range_constexpr(2):
                     token = group * self.walk_tokens + member[half]
                     group_head = head * self.g + (first_row + 8 * half) % self.g
                     if token < p.total_q:
-                        self.walk_store(out, state, half, token, group_head, lane, p, scale_log2)
+                        self.walk_store(out, state, half, token, group_head, lane, p)
                 q_index += CONSUMERS
             kv_index += 1
-            cute.arch.mbarrier_wait(b.k_full + kv_index % KV_STAGES, kv_index // KV_STAGES % 2)
-            flags = s.item[0, kv_index % KV_STAGES]
+            flags = items.wait(s, b.k_full, kv_index)
 
     @cute.jit
     def walk_visible(self, s, stage, member, token, key_limit, causal_shift) -> Int32:
@@ -164,8 +157,9 @@ class WalkRoles:
         return visible if (word >> (member % 32)) & 1 != 0 else Int32(0)
 
     @cute.jit
-    def walk_softmax(self, accumulator, weights, out, state, visible, lane, p, scale_log2):
+    def walk_softmax(self, accumulator, weights, out, state, visible, lane, p):
         """One step of the online softmax of a thread's two rows."""
+        scale_log2 = p.softmax_scale * softmax.LOG2_E
         scores = rows_of_thread(accumulator)
         if not cute.arch.vote_all_sync(visible[0] >= BLK_KV and visible[1] >= BLK_KV):
             mask_columns(scores, visible, lane % 4 * 2)
@@ -193,15 +187,16 @@ class WalkRoles:
         as_operand(accumulator, weights)
 
     @cute.jit
-    def walk_store(self, out, state, half: cutlass.Constexpr[int], token, head, lane, p, scale_log2):
+    def walk_store(self, out, state, half: cutlass.Constexpr[int], token, head, lane, p):
         """Normalise one of the thread's rows and write it."""
+        scale_log2 = p.softmax_scale * softmax.LOG2_E
         inverse = softmax.reciprocal(state[half, 1])
         row = rows_of_thread(out)
         start = Int64(token) * p.out_stride_token + head * p.out_stride_head
         for group in cutlass.range_constexpr(HEAD_DIM // 8):
-            values = cute.make_rmem_tensor(2, BFloat16)
-            values[0] = (row[half, (0, group)] * inverse).to(BFloat16)
-            values[1] = (row[half, (1, group)] * inverse).to(BFloat16)
+            values = cute.make_rmem_tensor(2, OUT)
+            values[0] = (row[half, (0, group)] * inverse).to(OUT)
+            values[1] = (row[half, (1, group)] * inverse).to(OUT)
             place = p.out + cute.assume(start + (8 * group + lane % 4 * 2), divby=2)
             cute.autovec_copy(values, cute.make_tensor(place, cute.make_layout(2)))
         if lane % 4 == 0:

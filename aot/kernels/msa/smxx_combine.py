@@ -9,19 +9,21 @@ bytes in flight: all of a lane's loads are issued before the first is used.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from aot.kernel import Kernel, Ptr
 from aot.kernels import merge
 from aot.kernels.memory import vector
 from aot.kernels.msa import partials, work
+from aot.kernels.msa.params import OUT
+from aot.kernels.storage import DTYPES
 
 ROWS_PER_WARP = 4  # one after the other: fewer CTAs to start where there is nothing to combine
 
 
 class Combine(Kernel):
     def __init__(self, partial: str, topk: int):
-        self.dtype = partials.PARTIAL_DTYPES[partial]
+        self.dtype = DTYPES[partial]
         self.topk = topk
         self.threads = 256
         self.work_per_cta = ROWS_PER_WARP * (self.threads // 32)
@@ -34,7 +36,7 @@ class Combine(Kernel):
             "split_counts": Ptr(Int32),
             "split_entries": Ptr(Int32),
             "walk_totals": Ptr(Int64, 8),
-            "out": Ptr(BFloat16),
+            "out": Ptr(OUT),
             "lse": Ptr(Float32),
             "lse_temperature": Ptr(Float32),
             "out_stride_token": Int64,
@@ -105,9 +107,9 @@ class Combine(Kernel):
         pairs = cute.size(acc) // 2
         for i in cutlass.range_constexpr(pairs):
             if lane // self.lanes == i * 32 // self.lanes // pairs:
-                values = cute.make_rmem_tensor(2, BFloat16)
-                values[0] = acc[2 * i].to(BFloat16)
-                values[1] = acc[2 * i + 1].to(BFloat16)
+                values = cute.make_rmem_tensor(2, OUT)
+                values[0] = acc[2 * i].to(OUT)
+                values[1] = acc[2 * i + 1].to(OUT)
                 column = partials.chunk_column(self.dtype, lane % self.lanes, i)
                 target = p.out + cute.assume(start + column, divby=2)
                 cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(2)))

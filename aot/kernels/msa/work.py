@@ -22,11 +22,12 @@ def entries_of_head(p) -> Int32:
 
 
 @cute.jit
-def decode(p, index: Int32, entries: Int32):
+def decode(p, index: Int32):
     """Item ``index`` as (count, KV head, first entry within the head's CSR, sequence, block).
 
     An item that does not check out has count 0.
     """
+    entries = entries_of_head(p)
     row = vector(p.scheduler_metadata + Int64(index) * METADATA_COLUMNS)
     head, csr_row, first, count, sequence, block = (row[column] for column in range(METADATA_COLUMNS))
     exists = head >= 0 and head < p.head_kv and csr_row >= 0 and csr_row < p.total_rows
