@@ -1,24 +1,17 @@
-"""Our own kernels in the simulator, through the public functions: options, what was launched, and changed kernels."""
+"""Our own kernels in the simulator, through the public functions: what was launched, and changed kernels."""
 
 import contextlib
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import ptxsim
 import pytest
-import torch
-from reference import Case, assert_lse_close, assert_out_close
+from places import Place
 
-from sparse_aot import _csr_host, build_k2q_csr, sim, sparse_atten_func
+from sparse_aot import sim
 from sparse_aot._bundle import get_bundle
 
 HOPPER, BLACKWELL = ("sm_90a",), ("sm_100f",)
-WALKING = HOPPER  # architectures whose forward walks where the plan asks for it
-SEEDS = (0, 1, 2)  # of each kind: when asynchronous operations take effect is mixed, at once, or as late as possible
-G = (1, 2, 4, 8, 16)
-TOPK = (4, 8, 16, 32)
-PARTIALS = ("float32", "bfloat16")
 ATTENTION = ("fwd", "combine")  # the operations of sparse_atten_func; the others make CSR and schedule
 
 
@@ -28,7 +21,7 @@ class Launch:
 
     entry: dict[str, Any]
     grid: int
-    statistics: ptxsim.Statistics
+    statistics: Any  # ptxsim.Statistics
 
     @property
     def operation(self) -> str:
@@ -41,8 +34,8 @@ class Launch:
 
 
 @contextlib.contextmanager
-def simulation(**options):
-    """Calls under these fields of ``sim.options``, the others as they come; yields the list of their launches."""
+def recorded():
+    """The list of the simulated launches of what is called."""
     launches = []
     run_to_the_end = sim.run
 
@@ -52,8 +45,14 @@ def simulation(**options):
         return statistics
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sim, "options", sim.Options(**options))
         patch.setattr(sim, "run", run)
+        yield launches
+
+
+@contextlib.contextmanager
+def simulation(arch, **options):
+    """Calls go to the place of an architecture, as ``Place.opened`` has it; yields the list of their launches."""
+    with Place("cpu", arch).opened(**options), recorded() as launches:
         yield launches
 
 
@@ -94,7 +93,7 @@ def believing(launch: Launch, parameter: str, value: int) -> str:
 def replaced(path: str, text: str):
     """Calls run ``text`` for a configuration."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sim.modules, path, ptxsim.load(text))
+        patch.setitem(sim.modules, path, sim.find_simulator().load(text))
         yield
 
 
@@ -112,75 +111,3 @@ def changed_maps(change):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sim, "encode_tiled", encode_tiled)
         yield
-
-
-class Attention(NamedTuple):
-    """What a call gave, None for what it was not asked for, and its launches: forward and combine."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    lse_temperature: torch.Tensor | None
-    launches: list[Launch]
-
-
-def build(case: Case):
-    """(k2q_row_ptr, k2q_q_indices, schedule), by ``options.csr`` of the simulation."""
-    return build_k2q_csr(
-        case.q2k,
-        case.cu_seqlens_q,
-        case.cu_seqlens_k,
-        total_k=case.total_k,
-        qhead_per_kv=case.qhead_per_kv,
-        return_schedule=True,
-    )
-
-
-def attend(case: Case, plan, partial="float32", temperature=None, **options):
-    """(out, lse, lse_temperature) for what ``build`` returned."""
-    row_ptr, q_indices, schedule = plan
-    defaults = {
-        **case.arguments,
-        "partial_dtype": partial,
-        "return_softmax_lse": True,
-        "return_temperature_lse": temperature is not None,
-        "lse_temperature_scale": temperature or 1.0,
-        "schedule": schedule,
-    }
-    results = sparse_atten_func(case.q, case.k, case.v, row_ptr, q_indices, case.topk, **defaults | options)
-    return results if temperature is not None else (*results, None)
-
-
-def without_digest(schedule):
-    """The same schedule, for a CSR that was changed since: as on a device, where nobody looks."""
-    restore, state = schedule.__reduce__()
-    return restore(*state[:-1], None)
-
-
-def attention(
-    case: Case, arch, *, partial="float32", temperature=None, ctas=3, walks=None, change=None, call=None, **options
-) -> Attention:
-    """Build and attend.
-
-    temperature: None: no ``lse_temperature``. ctas: multiprocessors. walks: whether the plan must ask the forward to
-    walk; None: either. change: called with what ``build`` returned, to change it in place. call: further arguments of
-    ``sparse_atten_func``. options: of ``sim.options``.
-    """
-    with simulation(arch=arch, multiprocessors=ctas, **options) as launches:
-        plan = build(case)
-        if walks is not None:
-            assert _csr_host.walks(*plan[2].walk_totals, 128 // case.qhead_per_kv) == walks
-        if change is not None:
-            change(*plan)
-            plan = (*plan[:2], without_digest(plan[2]))
-        return Attention(*attend(case, plan, partial, temperature, **call or {}), launches)
-
-
-def check(case: Case, arch, *, temperature=None, **options) -> Attention:
-    """``attention``, which must give what the reference gives."""
-    got = attention(case, arch, temperature=temperature, **options)
-    want = case.reference(lse_temperature_scale=temperature or 1.0)
-    assert_lse_close(got.lse, want.lse)
-    assert_out_close(got.out, want)
-    if temperature is not None:
-        assert_lse_close(got.lse_temperature, want.lse_temperature)
-    return got
