@@ -311,6 +311,20 @@ def random_q2k(rng: np.random.Generator, lens_q, lens_k, head_kv: int, topk: int
     return q2k.astype(np.int32)
 
 
+def neighbours_q2k(rng: np.random.Generator, lens_q, lens_k, head_kv: int, topk: int) -> np.ndarray:
+    """int32 [Hkv, total_q, topk]: the blocks up to each token's diagonal, in any order, some of them left out.
+
+    Neighbouring tokens share most of their blocks, so that the forward walks the blocks' union.
+    """
+    rows = []
+    for len_q, len_k in zip(lens_q, lens_k, strict=True):
+        last = np.maximum(np.arange(len_q) + len_k - len_q, 0) // BLOCK
+        blocks = last[None, :, None] - np.arange(topk)
+        keep = rng.random((head_kv, len_q, topk)) < 0.99
+        rows.append(rng.permuted(np.where(keep & (blocks >= 0), blocks, -1), axis=-1))
+    return np.concatenate(rows, axis=1).astype(np.int32)
+
+
 def ragged(rng: np.random.Generator, batch: int, max_q: int, max_k: int) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of ``batch`` sequences: uneven, some without queries, some without keys, some of whole blocks."""
     lens_q, lens_k = rng.integers(1, max_q + 1, batch), rng.integers(1, max_k + 1, batch)

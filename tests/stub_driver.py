@@ -230,9 +230,8 @@ def stub_environment(folder, bundle):
 
 
 def run_python(code, **environment):
-    """Run ``code`` in a process of its own that finds this checkout and its tests, to a good end."""
-    folders = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    environment = os.environ | {"PYTHONPATH": folders} | environment
+    """Run ``code`` in a process of its own that finds what this one does, its tests among it, to a good end."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done

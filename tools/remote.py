@@ -29,10 +29,10 @@ BENCHMARKS = {
     "bench-customer": ["--customer-case", "both"],
 }
 SANITIZED = [  # few launches each: a sanitizer makes a kernel up to a thousand times slower
-    "tests/gpu/test_attention.py::test_a_first_slot_that_sees_nothing_does_not_hide_later_keys",
-    "tests/gpu/test_attention.py::test_q_may_be_a_strided_view",
-    "tests/gpu/test_attention.py::test_tokens_and_page_table_rows_past_the_batch_are_padding",
-    "tests/gpu/test_attention.py::test_temperature_lse_matches_the_reference[16-bfloat16]",
+    "tests/msa/test_attention.py::test_a_first_slot_that_sees_nothing_does_not_hide_later_keys[cuda]",
+    "tests/msa/test_attention.py::test_q_may_be_a_strided_view[cuda]",
+    "tests/msa/test_attention.py::test_tokens_and_page_table_rows_past_the_batch_are_padding[cuda]",
+    "tests/msa/test_attention.py::test_a_temperature_lse_matches_the_reference[cuda-packed-8-16-2.5-bfloat16]",
 ]
 IN_ONE_PROCESS = ["-o", "addopts=--strict-markers"]  # not in several, as pyproject.toml says; needs no pytest-xdist
 OUR_SYMBOLS = "sparse_aot_"  # in the name of every kernel of the bundle; torch's own are not instrumented
@@ -51,7 +51,7 @@ def verify(out: Path) -> Iterator[Command]:
 
 
 def test(out: Path) -> Iterator[Command]:
-    arguments = [*IN_ONE_PROCESS, "-q", "-m", "gpu", "tests/gpu", "--durations=15", f"--junitxml={out / 'test.xml'}"]
+    arguments = [*IN_ONE_PROCESS, "-q", "-m", "gpu", "tests", "--durations=15", f"--junitxml={out / 'test.xml'}"]
     # A kernel that hangs: say which test it was, and end.
     arguments += ["-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true"]
     yield [sys.executable, "-m", "pytest", *arguments], {}

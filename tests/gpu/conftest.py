@@ -1,33 +1,24 @@
 """Everything here needs a CUDA device: marked ``gpu``, and skipped where there is none."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from places import ON_DEVICE
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the device with torch here
 
 HERE = Path(__file__).parent
 
 
-def _cuda_is_available() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
+@pytest.fixture(scope="session", autouse=True)
+def _on_a_device(cuda_device):
+    pass
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    mine = [item for item in items if HERE in item.path.parents]
-    if not mine:
-        return
-    no_device = not _cuda_is_available()
-    for item in mine:
-        item.add_marker("gpu")
-        item.add_marker(pytest.mark.xdist_group("gpu"))  # one worker has the device to itself
-        if no_device:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for item in items:
+        if HERE in item.path.parents:
+            for mark in ON_DEVICE:
+                item.add_marker(mark)

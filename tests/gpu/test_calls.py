@@ -1,4 +1,4 @@
-"""What a call does besides computing: buffers, memory, streams, threads, CUDA graphs."""
+"""What a call does besides computing: memory, streams, threads, CUDA graphs."""
 
 import subprocess
 import sys
@@ -10,8 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pipeline import Guarded, attend, build, run  # noqa: E402
-from reference import GARBAGE_PAGES, assert_lse_close, assert_out_close, make_case, ragged, random_q2k  # noqa: E402
+from places import asks_to_walk, attend, build, run  # noqa: E402
+from reference import (  # noqa: E402
+    BLOCK,
+    GARBAGE_PAGES,
+    assert_lse_close,
+    assert_out_close,
+    make_case,
+    neighbours_q2k,
+    ragged,
+    random_q2k,
+)
 
 from sparse_aot import build_k2q_csr  # noqa: E402
 
@@ -22,36 +31,7 @@ def small_case(seed, layout="flat", **options):
     return make_case(lens_q=lens_q, lens_k=lens_k, **shape | options)
 
 
-# ------------------------------------------------------------------------------------------------------- buffers
-
-
-@pytest.mark.parametrize("partial_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("qhead_per_kv", [1, 2, 16])
-def test_out_and_lse_buffers_are_filled_and_nothing_beside_them(qhead_per_kv, partial_dtype):
-    case = small_case(1, qhead_per_kv=qhead_per_kv)
-    total_q, heads = case.q.shape[:2]
-    out = Guarded((total_q, heads, 128), torch.bfloat16)
-    lse = Guarded((total_q, heads), torch.float32)
-    got = run(case, out=out.tensor, lse=lse.tensor, partial_dtype=partial_dtype)
-    assert got[0].data_ptr() == out.tensor.data_ptr() and got[1].data_ptr() == lse.tensor.data_ptr()
-    want = case.reference()
-    assert_out_close(out.tensor, want)
-    assert_lse_close(lse.tensor, want.lse)
-    out.assert_intact()
-    lse.assert_intact()
-
-
-def test_out_and_lse_buffers_may_be_strided_views():
-    case = small_case(2)
-    total_q, heads = case.q.shape[:2]
-    out = Guarded((total_q, heads, 128), torch.bfloat16, pad=3)
-    lse = Guarded((total_q, heads), torch.float32, pad=5)
-    run(case, out=out.tensor, lse=lse.tensor)
-    want = case.reference()
-    assert_out_close(out.tensor, want)
-    assert_lse_close(lse.tensor, want.lse)
-    out.assert_intact()
-    lse.assert_intact()
+# -------------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("partial_dtype", ["float32", "bfloat16"])
@@ -172,7 +152,7 @@ FORKED = """
 import os, sys
 sys.path[:0] = {paths!r}
 import sparse_aot
-from pipeline import check
+from places import check
 from reference import make_case
 if os.fork() == 0:
     check(make_case(lens_q=[40], lens_k=[700], device="cuda"))
@@ -251,6 +231,34 @@ def test_a_captured_graph_follows_shorter_batches_with_padding():
         assert_out_close(out, want)
         assert_lse_close(lse, want.lse)
         case.page_table.copy_(pages)
+
+
+def test_one_captured_graph_walks_or_not_as_the_selection_of_a_replay_asks():
+    lens = {"lens_q": [512], "lens_k": [64 * BLOCK]}
+    q2k = neighbours_q2k(np.random.default_rng(0), *lens.values(), head_kv=2, topk=16)
+    case = make_case(**lens, qhead_per_kv=16, topk=16, causal=True, q2k=q2k, device="cuda")
+    torch.cuda.synchronize()
+    local = case.q2k.clone()
+    spread = torch.from_numpy(
+        np.stack([[np.random.default_rng(t + 1000 * h).permutation(64)[:16] for t in range(512)] for h in range(2)])
+    ).to(local)
+    plan = build(case)
+    attend(case, plan, partial_dtype="bfloat16")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = build(case)
+        out, lse = attend(case, plan, partial_dtype="bfloat16")
+    case.k.normal_()
+    case.v.normal_()
+    for selection, walks in ((local, True), (spread, False), (local, True)):
+        case.q2k.copy_(selection)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert asks_to_walk(plan[2].walk_totals, 16) == walks
+        want = case.reference()
+        assert_out_close(out, want)
+        assert_lse_close(lse, want.lse)
 
 
 def test_capture_refuses_a_build_that_would_need_a_host_read():

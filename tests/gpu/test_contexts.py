@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cuda.bindings import driver  # noqa: E402
-from pipeline import attend, build, run  # noqa: E402
+from places import attend, build, run  # noqa: E402
 from reference import make_case, ragged  # noqa: E402
 
 from sparse_aot import sparse_atten_func  # noqa: E402

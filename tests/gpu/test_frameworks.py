@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pipeline import attend, build, run  # noqa: E402
+from places import attend, build, run  # noqa: E402
 from reference import BLOCK, make_case  # noqa: E402
 
 from sparse_aot import build_k2q_csr, sparse_atten_func  # noqa: E402

@@ -53,10 +53,11 @@ class BuildPy(build_py):
 
 
 class SourceDistribution(sdist):
-    """Also packs the engine's sources and the kernels' PTX, so that it installs where there is no checkout."""
+    """Also packs the engine's sources, the tests and the kernels' PTX: it installs where there is no checkout."""
 
     def make_release_tree(self, base_dir, files):
-        sources = [str(path.relative_to(HERE)) for path in sorted(HERE.glob("ptxsim/src/*"))]
+        found = (path for pattern in ("ptxsim/src/*", "tests/*.py") for path in HERE.glob(pattern))
+        sources = [str(path.relative_to(HERE)) for path in found]
         super().make_release_tree(base_dir, sorted({*files, *sources} - {"ptxsim/_engine.so"}))
         if IN_CHECKOUT:
             compile_ptx(Path(base_dir, "ptxsim", PTX.name))

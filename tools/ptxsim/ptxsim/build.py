@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,15 +30,20 @@ def is_current() -> bool:
 
 
 def build(jobs: int = os.cpu_count() or 1) -> Path:
-    """Compile the engine if it is out of date, and return its path. Safe to call from several processes."""
+    """Compile the engine if it is out of date, and return its path. Safe to call from several processes.
+
+    ImportError: there is no compiler.
+    """
     if is_current():
         return LIBRARY
     with open(HERE / ".build.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_current():
             return LIBRARY
-        print("ptxsim: compiling the simulator's engine, once", file=sys.stderr)
         compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise ImportError(f"ptxsim: no C++ compiler {compiler} to build the engine with")
+        print("ptxsim: compiling the simulator's engine, once", file=sys.stderr)
         machine = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
         with tempfile.TemporaryDirectory(dir=HERE, prefix=".build-") as directory:
 
@@ -51,7 +57,7 @@ def build(jobs: int = os.cpu_count() or 1) -> Path:
                 with ThreadPoolExecutor(jobs) as pool:
                     objects = list(pool.map(compile_one, SOURCES))
                 subprocess.run([compiler, "-shared", *objects, "-o", linked], check=True)
-            except (OSError, subprocess.CalledProcessError) as error:
+            except subprocess.CalledProcessError as error:
                 raise RuntimeError(f"ptxsim: the C++ compiler {compiler} did not build the engine: {error}") from error
             os.replace(linked, LIBRARY)
     return LIBRARY

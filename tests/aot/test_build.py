@@ -40,7 +40,7 @@ SCALE = configuration("scale-128", "scale:Scale", threads=128)
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     """A copy of the toy kernels that a test may edit, and a cache of its own."""
-    shutil.copytree(ROOT / "tests" / "toy_kernels", tmp_path / "toy_kernels")
+    shutil.copytree(Path(__file__).with_name("toy_kernels"), tmp_path / "toy_kernels")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("SPARSE_AOT_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "toy_kernels"

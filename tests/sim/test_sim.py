@@ -1,22 +1,23 @@
 """Calls on host arrays: what they need and refuse, and that arrays on a device never meet the simulator."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import zipfile
 
-import ml_dtypes
 import numpy as np
 import pytest
 from calls import Call
-from stub_driver import REAL_BUNDLE, DeviceArray, PlainArray, on_stub
+from places import needs_simulator
+from stub_driver import REAL_BUNDLE, DeviceArray, PlainArray, on_stub, run_python
 
 from sparse_aot import BundleError, build_k2q_csr, sim, sparse_atten_func
 from sparse_aot._core.bundle import Bundle
 
-pytestmark = pytest.mark.skipif(not (REAL_BUNDLE / "ptx.zip").exists(), reason="no bundle built in this checkout")
+ml_dtypes = pytest.importorskip("ml_dtypes")
+pytestmark = [
+    needs_simulator,
+    pytest.mark.skipif(not (REAL_BUNDLE / "ptx.zip").exists(), reason="no bundle built in this checkout"),
+]
 
 CU_SEQLENS_Q = np.array([0, 9, 20], np.int32)
 CU_SEQLENS_K = np.array([0, 140, 300], np.int32)
@@ -206,11 +207,7 @@ try:
 except KeyboardInterrupt:
     print((time.monotonic() - start) / whole)
 """
-    folders = os.pathsep.join(map(str, (REAL_BUNDLE.parent, REAL_BUNDLE.parent / "tests")))
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True, timeout=120
-    )
+    done = run_python(code, PYTHONWARNINGS="ignore")
     assert float(done.stdout) < 0.7, done.stderr
 
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from places import HOST, TOPK, G
 from reference import BLOCK, check_schedule, csr, offsets, ragged, random_q2k
-from simulated import TOPK, G
 
 from sparse_aot import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
 
@@ -27,35 +28,34 @@ class Selection:
         self.head_kv, self.total_q, self.topk = self.q2k.shape
         self.total_rows = int((-(-np.asarray(self.lens_k) // BLOCK)).sum()) + self.empty_rows
 
-    def build(self, return_schedule=True):
+    def build(self, place=HOST, **changes):
         """The results by name."""
-        row_ptr, q_indices, *schedule = build_k2q_csr(
-            self.q2k,
-            self.cu_q,
-            self.cu_k,
-            total_k=int(self.cu_k[-1]),
-            total_rows=self.total_rows,
-            qhead_per_kv=self.g,
-            return_schedule=return_schedule,
-        )
+        options = {"total_k": int(self.cu_k[-1]), "total_rows": self.total_rows, "qhead_per_kv": self.g}
+        options |= {"return_schedule": True} | changes
+        arrays = (at(place, array) for array in (self.q2k, self.cu_q, self.cu_k))
+        row_ptr, q_indices, *schedule = map(on_host, build_k2q_csr(*arrays, **options))
         return {"k2q_row_ptr": row_ptr, "k2q_q_indices": q_indices} | (by_name(*schedule) if schedule else {})
 
-    def prepare(self, k2q_row_ptr, k2q_q_indices, **_):
-        """The arrays by name of the schedule that is made from a CSR."""
+    def prepare(self, place=HOST, *, k2q_row_ptr, k2q_q_indices, qsplit_indices=None, split_counts=None, **_):
+        """The arrays by name of the schedule that is made from a CSR, in the buffers that are given."""
+        if qsplit_indices is None:
+            qsplit_indices = at(place, np.full((self.head_kv, self.total_q * self.topk), 77, np.int32))
+        if split_counts is None:
+            split_counts = at(place, np.full((self.total_q, self.head_kv), 77, np.int32))
         schedule = prepare_sparse_fwd_schedule_and_split(
-            k2q_row_ptr=k2q_row_ptr,
-            k2q_q_indices=k2q_q_indices,
-            k2q_qsplit_indices=np.full((self.head_kv, self.total_q * self.topk), 77, np.int32),
-            split_counts=np.full((self.total_q, self.head_kv), 77, np.int32),
-            cu_seqlens_q=self.cu_q,
-            cu_seqlens_k=self.cu_k,
+            k2q_row_ptr=at(place, k2q_row_ptr),
+            k2q_q_indices=at(place, k2q_q_indices),
+            k2q_qsplit_indices=qsplit_indices,
+            split_counts=split_counts,
+            cu_seqlens_q=at(place, self.cu_q),
+            cu_seqlens_k=at(place, self.cu_k),
             total_q=self.total_q,
             max_seqlen_q=None,
             topk=self.topk,
             head_kv=self.head_kv,
             qhead_per_kv=self.g,
             blk_kv=BLOCK,
-            device="cpu",
+            device=place.device,
             enabled=True,
         )
         return by_name(schedule)
@@ -71,12 +71,26 @@ class Selection:
         assert_same({name: got[name] for name in wanted}, wanted)
 
 
+def at(place, array):
+    """An array of NumPy where calls of a place take it: as it is in the simulator. A tensor is there already."""
+    if place.device == "cpu" or torch.is_tensor(array):
+        return array
+    return torch.from_numpy(np.ascontiguousarray(array)).to(place.device)
+
+
+def on_host(value):
+    """A tensor as an array of NumPy; anything else as it is."""
+    return value.cpu().numpy() if torch.is_tensor(value) else value
+
+
 def by_name(schedule):
     """Everything that a schedule holds, the items that exist only."""
     names = ("work_count", *SPLIT_ARRAYS, *WALK_ARRAYS, "target_q_per_cta", "work_capacity")
     count = int(schedule.work_count[0])
-    assert 0 <= count <= schedule.work_capacity == len(schedule.scheduler_metadata)
-    return {name: getattr(schedule, name) for name in names} | {"items": schedule.scheduler_metadata[:count]}
+    assert schedule.enabled and 0 <= count <= schedule.work_capacity
+    assert schedule.scheduler_metadata.shape == (schedule.work_capacity, 6)
+    arrays = {name: on_host(getattr(schedule, name)) for name in names}
+    return arrays | {"items": on_host(schedule.scheduler_metadata)[:count]}
 
 
 def assert_same(got, want):

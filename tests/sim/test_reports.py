@@ -2,15 +2,18 @@
 
 import re
 
-import ptxsim
 import pytest
 import torch
+from places import needs_simulator
+from places import run as attend
 from reference import make_case
 from selections import random_selection
-from simulated import BLACKWELL, HOPPER, attention, believing, changed_maps, further, mutants, ptx, replaced, simulation
+from simulated import BLACKWELL, HOPPER, believing, changed_maps, further, mutants, ptx, replaced, simulation
 
 from aot.configs import ARCHS
 from sparse_aot import sim
+
+pytestmark = needs_simulator
 
 COUNT_BY_WARP = """{ .reg .b32 n; mov.b32 n, %tid.x; and.b32 n, n, 32; add.u32 n, n, 64;
 bar.sync 0, n;
@@ -45,15 +48,18 @@ def small_case():
     return make_case(lens_q=[70, 3], lens_k=[400, 200], head_kv=1, qhead_per_kv=4, topk=4, layout="paged", causal=True)
 
 
-def run(arch, **options):
-    return attention(small_case(), arch, partial="bfloat16", ctas=2, max_steps=3_000_000, **options)
+def run(arch, change=None, **options):
+    """The launches of a call."""
+    with simulation(arch, multiprocessors=2, max_steps=3_000_000, **options) as launches:
+        attend(small_case(), change=change, partial_dtype="bfloat16")
+    return launches
 
 
 def report_of(arch, **options):
     """What the simulator says of a call; None where it finds nothing."""
     try:
         run(arch, **options)
-    except ptxsim.SimulationError as stopped:
+    except sim.SimulationError as stopped:
         return str(stopped)
     return None
 
@@ -68,7 +74,7 @@ def assert_names_the_place(report, launch, text):
 
 
 def test_every_check_is_met_here():
-    assert {check for check, *_ in BROKEN} | ELSEWHERE == set(ptxsim.CHECKS) - UNUSED
+    assert {check for check, *_ in BROKEN} | ELSEWHERE == set(sim.find_simulator().CHECKS) - UNUSED
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,7 @@ def test_every_check_is_met_here():
     ids=[f"{arch}-{check}" for check, archs, *_ in BROKEN for arch in archs],
 )
 def test_a_check_reports_what_it_finds_until_it_is_off(arch, check, pattern, replacement):
-    forward = run(arch).launches[0]
+    forward = run(arch)[0]
     for text in mutants(ptx(forward.path), forward.statistics.lines, pattern, replacement):
         with replaced(forward.path, text):
             report = report_of(arch)
@@ -94,7 +100,7 @@ def test_a_tensor_map_of_another_rank_is_reported(arch):
         for name in ("extents", "strides", "box"):
             arguments[name] = arguments[name][:-1]
 
-    launch = run(arch).launches[0]
+    launch = run(arch)[0]
     with changed_maps(change):
         report = report_of(arch)
     assert report.startswith("descriptor: ")
@@ -127,7 +133,7 @@ def test_indices_of_a_schedule_are_held_against_sizes(arch, parameter):
     def change(row_ptr, q_indices, schedule):
         overwrite(schedule)
 
-    forward = run(arch, change=change).launches[0]
+    forward = run(arch, change=change)[0]
     text = believing(forward, parameter, size)
     with replaced(forward.path, text):
         report = report_of(arch, change=change)
@@ -137,14 +143,16 @@ def test_indices_of_a_schedule_are_held_against_sizes(arch, parameter):
 
 def test_a_page_that_does_not_exist_changes_only_who_reads_it(arch):
     case = small_case()
-    want = attention(case, arch)
+    with simulation(arch):
+        out, lse = attend(case)
     selects = ((case.q2k[0] == 1).any(1) & (torch.arange(73) < 70))[:, None]
     case.page_table[0, 1] = 1_000_000
-    got = attention(case, arch)
+    with simulation(arch):
+        got_out, got_lse = attend(case)
     assert selects.any() and not selects.all()
-    assert torch.equal(got.lse.masked_fill(selects, 0), want.lse.masked_fill(selects, 0))
-    assert torch.equal(got.out.masked_fill(selects[..., None], 0), want.out.masked_fill(selects[..., None], 0))
-    assert got.out.isfinite().all()
+    assert torch.equal(got_lse.masked_fill(selects, 0), lse.masked_fill(selects, 0))
+    assert torch.equal(got_out.masked_fill(selects[..., None], 0), out.masked_fill(selects[..., None], 0))
+    assert got_out.isfinite().all()
 
 
 # Operation -> a size without which it leaves its arrays even on input that is right.
@@ -165,19 +173,20 @@ SIZES = {
 
 def build_and_prepare():
     selection = random_selection(1, 1, 30, 2048 * 128, 2, 8, g=16)
-    selection.prepare(**selection.build())
+    built = selection.build()
+    selection.prepare(k2q_row_ptr=built["k2q_row_ptr"], k2q_q_indices=built["k2q_q_indices"])
 
 
 @pytest.mark.parametrize("operation", SIZES)
 def test_kernels_of_csr_and_schedule_are_held_to_the_bounds(arch, operation):
-    with simulation(arch=arch, csr=True) as launches:
+    with simulation(arch, csr=True) as launches:
         build_and_prepare()
     launch = next(launch for launch in launches if launch.operation == operation)
     text = believing(launch, SIZES[operation], 1 << 20)
     with (
         replaced(launch.path, text),
-        simulation(arch=arch, csr=True),
-        pytest.raises(ptxsim.SimulationError, match=r"^global_bounds: ") as stopped,
+        simulation(arch, csr=True),
+        pytest.raises(sim.SimulationError, match=r"^global_bounds: ") as stopped,
     ):
         build_and_prepare()
     assert_names_the_place(str(stopped.value), launch, text)

@@ -5,9 +5,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from places import needs_simulator
 from stub_driver import library_folder, run_python, stub_environment, write_bundle
-
-from sparse_aot import sim
 
 ON_STUB = """
 import sys
@@ -15,7 +14,7 @@ from calls import Call
 call = Call()
 print("before the call", file=sys.stderr)
 """
-ON_HOST = "from test_schedule import *; csr = build(); attend(*csr)"
+ON_HOST = "from host_calls import *; csr = build(); attend(*csr)"
 NVTX = """
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,7 +75,7 @@ def test_a_call_that_fails_has_its_line_and_ends():
     assert worked.count("fwd") == 1
 
 
-@pytest.mark.skipif(not sim.is_installed(), reason="the simulator is not installed")
+@needs_simulator
 def test_host_code_and_the_simulator_are_named():
     text = run_python(ON_HOST, SPARSE_AOT_LOG="1").stderr
     build, attend = (line for line in text.splitlines() if line.startswith("sparse_aot: "))

@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from places import walks
 from stub_driver import ImmutableArray
 
 from sparse_aot import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
-from sparse_aot.msa._csr_host import walks
 
 BLOCK = 128
 WALK_ROWS = 128  # query rows of a group

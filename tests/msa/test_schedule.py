@@ -6,28 +6,20 @@ import json
 import pickle
 import weakref
 
-import ml_dtypes
 import numpy as np
 import pytest
 from calls import Call
+from host_calls import CU_SEQLENS_K, CU_SEQLENS_Q, HEAD_KV, TOPK, TOTAL_Q, G, attend, build
+from places import needs_simulator
 from stub_driver import DeviceArray, on_stub, run_python
 
-from sparse_aot import Schedule, build_k2q_csr, prepare_sparse_fwd_schedule_and_split, sim, sparse_atten_func
+from sparse_aot import Schedule, build_k2q_csr, prepare_sparse_fwd_schedule_and_split
 from sparse_aot.msa._schedule import _restore
 from sparse_aot.msa.validate import check_schedule
 
 ARRAYS = ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries")
 WALK_PLAN = ("walk_blocks", "walk_counts", "walk_totals")
 NUMBERS = ("enabled", "target_q_per_cta", "work_capacity", "qhead_per_kv", "total_rows", "batch", "csr_digest")
-TOTAL_Q, TOTAL_K, HEAD_KV, G, TOPK = 20, 300, 2, 2, 4
-CU_SEQLENS_Q, CU_SEQLENS_K = np.array([0, 9, 20], np.int32), np.array([0, 140, 300], np.int32)
-
-
-def build(seed=0, **options):
-    """(k2q_row_ptr, k2q_q_indices, schedule) of a random selection; all have the same shapes."""
-    q2k = np.random.default_rng(seed).integers(-1, 2, (HEAD_KV, TOTAL_Q, TOPK), dtype=np.int32)
-    options = {"total_k": TOTAL_K, "qhead_per_kv": G, "return_schedule": True} | options
-    return build_k2q_csr(q2k, CU_SEQLENS_Q, CU_SEQLENS_K, **options)
 
 
 def prepare(row_ptr, q_indices, **changes):
@@ -38,20 +30,6 @@ def prepare(row_ptr, q_indices, **changes):
         "blk_kv": 128, "device": None, "enabled": True,
     }  # fmt: skip
     return prepare_sparse_fwd_schedule_and_split(**arguments | changes)
-
-
-def attend(row_ptr, q_indices, schedule, g=G):
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        rng.standard_normal((n, heads, 128), dtype=np.float32).astype(ml_dtypes.bfloat16)
-        for n, heads in ((TOTAL_Q, HEAD_KV * g), (TOTAL_K, HEAD_KV), (TOTAL_K, HEAD_KV))
-    )
-    return sparse_atten_func(
-        q, k, v, row_ptr, q_indices, TOPK, cu_seqlens_q=CU_SEQLENS_Q, cu_seqlens_k=CU_SEQLENS_K, schedule=schedule
-    ).view(np.uint16)
-
-
-needs_simulator = pytest.mark.skipif(not sim.is_installed(), reason="the simulator is not installed")
 
 
 # ------------------------------------------------------------------------------------------------------------ its CSR
@@ -82,7 +60,7 @@ def test_the_digest_is_of_the_csr_alone():
 def test_a_schedule_for_another_number_of_query_heads_is_right_and_said_once():
     """The default of qhead_per_kv is 1. In a process of its own: once is once in a process."""
     code = """
-from test_schedule import *
+from host_calls import *
 row_ptr, q_indices, schedule = build()
 want, *got = (attend(row_ptr, q_indices, made) for made in (schedule, *2 * build(qhead_per_kv=1)[2:]))
 print([float(np.abs(out.view(ml_dtypes.bfloat16) - want.view(ml_dtypes.bfloat16)).max()) for out in got])
@@ -182,7 +160,7 @@ def test_validation_names_what_is_not_of_the_csr(what):
 
 @needs_simulator
 def test_with_validation_a_call_on_host_arrays_works():
-    code = "from test_schedule import *; csr = build(); attend(*csr); attend(*csr[:2], None)"
+    code = "from host_calls import *; csr = build(); attend(*csr); attend(*csr[:2], None)"
     run_python(code, SPARSE_AOT_VALIDATE="1")
 
 

@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 import pytest
+from places import needs_simulator
 from stub_driver import REAL_BUNDLE, library_folder, read_manifest, write_bundle, write_manifest
 
 import sparse_aot
-from sparse_aot import cli, sim
+from sparse_aot import cli
 
 pytestmark = pytest.mark.skipif(not (REAL_BUNDLE / "manifest.json").exists(), reason="no bundle built")
 
@@ -129,8 +130,8 @@ def test_no_bundle_is_an_error_that_says_how_to_make_one(tmp_path):
         assert status == 1 and str(tmp_path / "manifest.json") in err and "aot build" in err
 
 
+@needs_simulator
 def test_demo_runs_all_of_it_on_the_host_with_attention_in_the_simulator_for_each_architecture():
-    sim.find_simulator()  # compiles it, where that is to be done, which says so
     status, out, err = run("demo")
     assert status == 0 and not err, err
     assert "hashes and layouts right" in out and "equal to brute force" in out

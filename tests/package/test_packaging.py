@@ -16,10 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools" / "ptxsim"))
-from ptxsim.build import build as build_engine  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.xdist_group("packaging")  # one worker, since the wheels take a minute to build
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 RESTRICTION = {"SPARSE_AOT_BUILD_ARCHS": "sm_100f", "SPARSE_AOT_BUILD_ONLY": "combine-*-topk4"}
@@ -38,10 +35,18 @@ def checkout(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def simulator_wheel(checkout, tmp_path_factory):
+def engine(simulator):
+    """The simulator's compiled engine."""
+    from ptxsim.build import build
+
+    return build()
+
+
+@pytest.fixture(scope="module")
+def simulator_wheel(checkout, engine, tmp_path_factory):
     """The simulator's wheel with two kernels; its engine comes compiled, for the sake of time."""
     directory = tmp_path_factory.mktemp("wheel")
-    shutil.copy2(build_engine(), checkout / "tools" / "ptxsim" / "ptxsim")
+    shutil.copy2(engine, checkout / "tools" / "ptxsim" / "ptxsim")
     run(
         *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
         *("--wheel-dir", directory, checkout / "tools" / "ptxsim"),
@@ -174,7 +179,9 @@ def test_simulator_has_the_version_of_the_package_and_no_index_is_asked_for_it(s
     ]
 
 
-def test_source_distribution_of_the_simulator_installs_where_there_is_no_checkout(checkout, simulator_wheel, tmp_path):
+def test_source_distribution_of_the_simulator_installs_where_there_is_no_checkout(
+    checkout, engine, simulator_wheel, tmp_path
+):
     script = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
     run(sys.executable, "-c", script, cwd=checkout / "tools" / "ptxsim", env=RESTRICTION)
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -182,7 +189,7 @@ def test_source_distribution_of_the_simulator_installs_where_there_is_no_checkou
         opened.extractall(tmp_path, filter="data")
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert not [*folder.rglob("*.so")]
-    shutil.copy2(build_engine(), folder / "ptxsim")  # for the sake of time, as above
+    shutil.copy2(engine, folder / "ptxsim")  # for the sake of time, as above
     pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
     run(*pip, "--wheel-dir", tmp_path, folder)
     with zipfile.ZipFile(tmp_path / simulator_wheel.name) as again, zipfile.ZipFile(simulator_wheel) as first:

@@ -7,10 +7,13 @@ which now and then rounds a probability, or a partial result, to the other neigh
 import numpy as np
 import pytest
 import torch
+from places import needs_simulator
 from simulated import simulation
 
 from aot.configs import DTYPE_TAGS
 from tools.record import RECORD, cases, results
+
+pytestmark = needs_simulator
 
 
 def bfloat16(bits):
@@ -20,7 +23,7 @@ def bfloat16(bits):
 @pytest.mark.parametrize("name, case", [*cases()], ids=[name for name, _ in cases()])
 def test_the_simulator_agrees_with_an_h200(name, case):
     recorded = np.load(RECORD)
-    with simulation(arch="sm_90a") as launches:
+    with simulation("sm_90a") as launches:
         simulated = results(**case, device="cpu")
     tags = [DTYPE_TAGS[partial] for partial in case["partial_dtypes"]]
     forwards = {f"sm_90a/fwd-bf16-g{case['g']}-p{tag}{tail}" for tag in tags for tail in ("", "-temperature")}

@@ -5,12 +5,16 @@ A mutation replaces one occurrence of a pattern in the PTX, or changes a tensor 
 
 import functools
 
-import ptxsim
 import pytest
-from reference import assert_lse_close, assert_out_close, make_case
-from simulated import BLACKWELL, HOPPER, SEEDS, attention, changed_maps, further, mutants, ptx, replaced
+from places import SEEDS, assert_close, needs_simulator
+from places import run as attend
+from reference import make_case
+from simulated import BLACKWELL, HOPPER, changed_maps, further, mutants, ptx, replaced, simulation
 
 from aot.configs import ARCHS
+from sparse_aot import sim
+
+pytestmark = needs_simulator
 
 GROUPS = {"sm_90a": 4, "sm_100f": 16}  # G of the forward that is mutated
 NUMBERS = "numbers"
@@ -30,17 +34,18 @@ def wanted(g):
 
 
 def run(arch, g, seed):
-    return attention(case(g), arch, partial="bfloat16", ctas=2, seed=seed, max_steps=3_000_000)
+    """(out, lse), and the launches that they took."""
+    with simulation(arch, multiprocessors=2, seed=seed, max_steps=3_000_000) as launches:
+        return attend(case(g), partial_dtype="bfloat16"), launches
 
 
 def caught_by(arch, g):
     """The check that stops a call, or "numbers", under the first seed that catches something; None: nothing does."""
     for seed in SEEDS:
         try:
-            got = run(arch, g, seed)
-            assert_lse_close(got.lse, wanted(g).lse)
-            assert_out_close(got.out, wanted(g))
-        except ptxsim.SimulationError as stopped:
+            results, _ = run(arch, g, seed)
+            assert_close(results, wanted(g))
+        except sim.SimulationError as stopped:
             return str(stopped).split(":")[0]
         except AssertionError:
             return NUMBERS
@@ -108,7 +113,7 @@ EDITS = [
 @functools.cache
 def forward(arch):
     """(path, PTX, lines that the case runs) of an architecture's forward; a mutation of other lines can not show."""
-    launches = [run(arch, GROUPS[arch], seed).launches[0] for seed in SEEDS]
+    launches = [run(arch, GROUPS[arch], seed)[1][0] for seed in SEEDS]
     return launches[0].path, ptx(launches[0].path), frozenset.union(*(run.statistics.lines for run in launches))
 
 

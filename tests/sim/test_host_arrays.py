@@ -7,14 +7,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import ml_dtypes
 import numpy as np
-import ptxsim
 import pytest
 import torch
+from places import SEEDS, attend, build, check, run
 from reference import make_case
-from simulated import SEEDS, attend, attention, build, check, simulation
+from simulated import simulation
 
+from sparse_aot import sim
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -59,7 +61,7 @@ TYPES = {
 def results(case):
     """Every array that the functions return, by name; of the schedule's items only those that exist."""
     plan = build(case)
-    out, lse, lse_temperature = attend(case, plan, "bfloat16", temperature=0.7)
+    out, lse, lse_temperature = attend(case, plan, temperature=0.7, partial_dtype="bfloat16")
     names = ("qsplit_indices", "split_counts", "split_entries", "walk_blocks", "walk_counts", "walk_totals")
     return {
         "k2q_row_ptr": plan[0],
@@ -80,7 +82,7 @@ def test_arrays_of_all_types_give_the_same_bits(arch, kind, csr):
     array_type, convert, convert_back = TYPES[kind]
     arrays = {field.name: getattr(case, field.name) for field in fields(case)}
     arrays = {name: convert(array) for name, array in arrays.items() if isinstance(array, torch.Tensor)}
-    with simulation(arch=arch, csr=csr):
+    with simulation(arch, csr=csr):
         want = results(case)
         found = results(replace(case, **arrays))
     assert {type(array) for array in found.values()} == {array_type}
@@ -95,7 +97,7 @@ def test_the_types_of_a_call_may_differ(arch):
     """Results are of the type of the first array."""
     case = small_case()
     mixed = replace(case, k=to_numpy(case.k), cu_seqlens_q=to_numpy(case.cu_seqlens_q), q2k=Foreign(case.q2k))
-    with simulation(arch=arch):
+    with simulation(arch):
         want = results(case)
         got = results(mixed)
     assert type(got["k2q_row_ptr"]) is Foreign and torch.equal(got["k2q_row_ptr"].tensor, want["k2q_row_ptr"])
@@ -123,20 +125,28 @@ build_k2q_csr(q2k, cu_seqlens, cu_seqlens, total_k=20)
 
 def test_the_options_reach_every_launch(arch):
     case = small_case()
-    runs = [attention(case, arch, ctas=ctas, seed=seed).launches for ctas, seed in ((2, 0), (2, 0), (2, 1), (5, 0))]
+
+    def launches_of(**options):
+        with simulation(arch, **options) as launches:
+            run(case)
+        return launches
+
+    runs = [launches_of(multiprocessors=ctas, seed=seed) for ctas, seed in ((2, 0), (2, 0), (2, 1), (5, 0))]
     steps = [[launch.statistics.warp_instructions for launch in launches] for launches in runs]
     assert steps[0] == steps[1] and steps[0][0] != steps[2][0]
     assert [launches[0].grid for launches in runs] == [2, 2, 2, 5]
     assert {launch.entry["arch"] for launches in runs for launch in launches} == {arch}
-    with pytest.raises(ptxsim.SimulationError, match="stopped after"):
-        attention(case, arch, max_steps=1000)
+    with pytest.raises(sim.SimulationError, match="stopped after"):
+        launches_of(max_steps=1000)
     with pytest.raises(ValueError, match="no checks named sloth"):
-        attention(case, arch, off=("sloth",))
+        launches_of(off=("sloth",))
 
 
 def test_results_depend_on_neither_seed_nor_multiprocessors(arch):
     case = small_case()
-    want = check(case, arch, temperature=0.7)
+    with simulation(arch):
+        want = check(case, temperature=0.7)
     for seed, ctas in zip(SEEDS, (1, 2, 16), strict=True):
-        got = attention(case, arch, temperature=0.7, seed=seed, ctas=ctas)
-        assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
+        with simulation(arch, seed=seed, multiprocessors=ctas):
+            got = run(case, temperature=0.7)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
