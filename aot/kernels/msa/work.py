@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Int64
 from aot.kernels.memory import vector
 
 METADATA_COLUMNS = 6  # KV head, CSR row, first entry within the row, number of entries, sequence, block
-# The walk plan: the union of the blocks that a group of query tokens selects, see Schedule in sparse_aot/msa/_schedule.pyx.
+# The walk plan, the union of the blocks that a group of tokens selects: see Schedule in sparse_aot/msa/_schedule.pyx.
 WALK_ROWS = 128  # query rows of a group: T = 128 / G tokens
 WALK_CAP = 128  # blocks of a union
 WALK_TOO_MANY = 1 << 40  # what a group with more than that adds to the first of walk_totals
