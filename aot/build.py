@@ -258,7 +258,6 @@ def _manifest_entry(configuration: Configuration, compiled: Compiled) -> dict[st
         "spill_bytes": cubin.stack_bytes,
         "work_per_cta": launch["work_per_cta"],
         "pdl": launch["pdl"],
-        "walks": launch["walks"],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import tempfile
 import traceback
 from dataclasses import dataclass
@@ -44,7 +45,11 @@ def make_kernel(configuration: Configuration) -> Kernel:
 
 
 def compile_configuration(configuration: Configuration) -> Compiled:
-    """Compile in this process; CompileError where that fails, whatever the DSL raised (it does not always pickle)."""
+    """Compile in this process.
+
+    CompileError where that fails, whatever the DSL raised (it does not always pickle), and where the kernel takes
+    parameters that it never reads.
+    """
     try:
         kernel = make_kernel(configuration)
         with tempfile.TemporaryDirectory(prefix="sparse_aot-") as directory:
@@ -53,9 +58,19 @@ def compile_configuration(configuration: Configuration) -> Compiled:
             kernel.compile(symbol, configuration.arch, dump_dir)
             (cubin,) = dump_dir.glob("*.cubin")
             (ptx,) = dump_dir.glob("*.ptx")
-            return Compiled(cubin.read_bytes(), ptx.read_bytes(), _launch(kernel))
+            compiled = Compiled(cubin.read_bytes(), ptx.read_bytes(), _launch(kernel))
     except Exception:
         raise CompileError(f"{configuration.path} does not compile\n{traceback.format_exc()}") from None
+    if unread := unread_parameters(compiled.ptx.decode(), list(kernel.parameters)):
+        raise CompileError(f"{configuration.path}: the kernel never reads its parameters {', '.join(unread)}")
+    return compiled
+
+
+def unread_parameters(ptx: str, names: list[str]) -> list[str]:
+    """Of a kernel's parameters, in order, those that its code never mentions."""
+    _, _, code = ptx[ptx.index(".entry") :].partition("{")
+    read = {int(number) for number in re.findall(r"_param_(\d+)\b", code)}
+    return [name for number, name in enumerate(names) if number not in read]
 
 
 def _launch(kernel: Kernel) -> dict[str, Any]:
@@ -65,7 +80,6 @@ def _launch(kernel: Kernel) -> dict[str, Any]:
         "smem_bytes": kernel.smem_bytes,
         "work_per_cta": kernel.work_per_cta,
         "pdl": kernel.pdl,
-        "walks": kernel.walks,
     }
 
 

@@ -87,7 +87,6 @@ class Kernel:
     work_per_cta: int = 0  # the grid is ceil(work / work_per_cta); 0: persistent, one CTA per multiprocessor
     min_blocks_per_mp: int = 0  # a bound for the register allocation; needed with setmaxnreg
     pdl: bool = False  # launched with programmatic stream serialization: the kernel waits for its predecessor itself
-    walks: bool = False  # a forward that follows the schedule's walk plan where that says so
 
     @property
     def parameters(self) -> dict[str, Any]:

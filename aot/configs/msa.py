@@ -24,6 +24,8 @@ _FORWARD = {
     "sm_100f": "aot.kernels.msa.sm100_prefill:PrefillSm100",
 }
 
+_WALKING = ("sm_90a",)  # architectures whose forward walks where the schedule's plan asks for it
+
 
 def _forward() -> Iterator[Configuration]:
     for arch, g, partial, temperature in product(_FORWARD, HEADS_PER_KV, PARTIAL_DTYPES, (False, True)):
@@ -50,13 +52,14 @@ def _combine() -> Iterator[Configuration]:
     for arch in ARCHS:
         for partial in PARTIAL_DTYPES:
             for topk in TOPK:
+                options = {"partial": partial, "topk": topk}
                 yield Configuration(
                     operation="combine",
                     arch=arch,
                     name=f"combine-p{DTYPE_TAGS[partial]}-topk{topk}",
-                    options={"partial": partial, "topk": topk},
+                    options=options,
                     factory="aot.kernels.msa.smxx_combine:Combine",
-                    arguments={"partial": partial, "topk": topk},
+                    arguments=options | {"walks": arch in _WALKING},
                 )
 
 

@@ -8,6 +8,11 @@ LN2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
 
 
+def scale_log2(p) -> Float32:
+    """What a score is multiplied by for its exponential to the base 2."""
+    return p.softmax_scale * LOG2_E
+
+
 @cute.jit
 def quad_max(x: Float32) -> Float32:
     """Maximum over the four lanes that share a row of a warpgroup's accumulator."""

@@ -260,7 +260,7 @@ cdef int launch_schedule(Call call, Values* v, const Shape* shape, const Plan* p
     v.bucket_shift = plan.bucket_shift
     v.buckets = v.digits = plan.buckets
     v.bits = bit_length(plan.buckets - 1)
-    v.capacity = plan.capacity
+    v.work_capacity = plan.capacity
     SCHEDULE_COUNT.launch(call, v, shape.head_kv * v.tiles)
     RADIX_SCAN.launch(call, v, shape.head_kv * ceil_div(plan.buckets, SCAN_DIGITS))
     SCHEDULE_FILL.launch(call, v, shape.head_kv * v.tiles)

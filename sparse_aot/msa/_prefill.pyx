@@ -397,7 +397,7 @@ cdef int _set_values(Values* v, const Problem* p, Schedule schedule) except -1:
     set_kv(v, &p.kv)
     v.cu_seqlens_q = <int64_t>p.cu_seqlens_q.data
     v.cu_seqlens_k = <int64_t>p.cu_seqlens_k.data
-    v.row_ptr = v.k2q_row_ptr = <int64_t>p.row_ptr.data
+    v.row_ptr = <int64_t>p.row_ptr.data
     v.out = <int64_t>p.out.data
     v.out_stride_token = p.out.strides[0]
     v.out_stride_head = p.out.strides[1]

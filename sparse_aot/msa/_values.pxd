@@ -20,7 +20,6 @@ cdef struct Values:
     int64_t lse_temperature
     int64_t q2k_indices
     int64_t row_ptr
-    int64_t k2q_row_ptr
     int64_t q_indices
     # the schedule,
     int64_t scheduler_metadata
@@ -71,7 +70,6 @@ cdef struct Values:
     int64_t kv_extent
     int64_t causal
     int64_t work_capacity
-    int64_t capacity
     int64_t size
     int64_t tiles
     int64_t shift

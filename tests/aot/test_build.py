@@ -266,6 +266,13 @@ def test_failing_compilation_names_every_culprit_and_leaves_the_bundle_alone(toy
     assert snapshot(out) == before
 
 
+def test_kernel_that_does_not_read_all_its_parameters_fails(toy, out):
+    edit(toy / "scale.py", "vector[i] * p.factor", "vector[i]")
+    edit(toy / "scale.py", "p.x + p.first", "p.x")
+    with pytest.raises(build.BuildError, match="sm_90a/scale-128: the kernel never reads its parameters first, factor"):
+        build.build([SCALE], out)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"threads": 64}, "has 64 threads, the cubin is for 128"), ({"params": []}, r"sizes \[\], the cubin has")],

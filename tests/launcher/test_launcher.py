@@ -71,7 +71,7 @@ def test_forward_gets_its_kernel_and_parameters(g, partial, temperature, causal)
     given, params = call.arguments, forward["params"]
     schedule = given["schedule"]
     expected = {
-        "k2q_row_ptr": address(given["k2q_row_ptr"]),
+        "row_ptr": address(given["k2q_row_ptr"]),
         "qsplit_indices": address(schedule.qsplit_indices),
         "scheduler_metadata": address(schedule.scheduler_metadata),
         "work_count": address(schedule.work_count),

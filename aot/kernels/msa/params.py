@@ -1,4 +1,4 @@
-"""What every prefill is made from, on any architecture: storage, dtypes and launch parameters."""
+"""What every prefill is made from, on any architecture: storage, dtypes and the launch parameters that it reads."""
 
 from cutlass import BFloat16, Float32, Int32, Int64
 
@@ -19,14 +19,11 @@ class Prefill(Kernel):
         self.g = g
         self.partial = DTYPES[partial]
         self.temperature = temperature
-        self.maps = {
-            "q": self.q.map(ATOM_ROWS, groups=max(g // ATOM_ROWS, 1)),
-            "k": self.kv.map(BLK_KV),
-            "v": self.kv.map(BLK_KV),
-        }
+        self.gathers = g < ATOM_ROWS  # queries come by cp.async, not by the tensor copy engine
+        self.maps = {} if self.gathers else {"q": self.q.map(ATOM_ROWS, groups=g // ATOM_ROWS)}
+        self.maps |= {"k": self.kv.map(BLK_KV), "v": self.kv.map(BLK_KV)}
         self.params = {
-            "q": Ptr(self.q.dtype, CHUNK_BYTES),
-            "k2q_row_ptr": Ptr(Int32),
+            "row_ptr": Ptr(Int32),
             "qsplit_indices": Ptr(Int32),
             "scheduler_metadata": Ptr(Int32),
             "work_count": Ptr(Int32),
@@ -35,21 +32,8 @@ class Prefill(Kernel):
             "cu_seqlens_k": Ptr(Int32),
             "seqused_k": Ptr(Int32),
             "page_table": Ptr(Int32),
-            "walk_blocks": Ptr(Int32),
-            "walk_counts": Ptr(Int32),
-            "walk_totals": Ptr(Int64, 8),
             "partial_out": Ptr(self.partial, 16),
             "partial_lse": Ptr(Float32),
-            "partial_lse_temperature": Ptr(Float32),
-            "out": Ptr(OUT, 16),
-            "lse": Ptr(Float32),
-            "lse_temperature": Ptr(Float32),
-            "q_stride_token": Int64,
-            "q_stride_head": Int64,
-            "out_stride_token": Int64,
-            "out_stride_head": Int64,
-            "lse_stride_token": Int64,
-            "lse_stride_head": Int64,
             "page_table_stride": Int64,
             "max_pages": Int32,
             "kv_extent": Int32,
@@ -61,5 +45,8 @@ class Prefill(Kernel):
             "work_capacity": Int32,
             "causal": Int32,
             "softmax_scale": Float32,
-            "lse_temperature_scale": Float32,
         }
+        if self.gathers:
+            self.params |= {"q": Ptr(self.q.dtype, CHUNK_BYTES), "q_stride_token": Int64, "q_stride_head": Int64}
+        if temperature:
+            self.params |= {"partial_lse_temperature": Ptr(Float32), "lse_temperature_scale": Float32}

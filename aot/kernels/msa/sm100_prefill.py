@@ -38,7 +38,7 @@ MMA_WARP = 1
 GATHER_WARP = 2  # and the one after it
 STAGING_BYTES = 32 * 1024  # rows on their way to partial_out: a quarter for each warp
 S_COLUMN = 0  # two of BLK_KV columns
-P_COLUMN = SLOTS * BLK_KV  # two of self.p_columns
+P_COLUMN = SLOTS * BLK_KV  # two of self.p_columns; O comes after them
 PART = 32  # columns of a row that move between tensor memory and registers at a time
 
 
@@ -282,7 +282,7 @@ class PrefillSm100(Prefill):
     def softmax(self, thread, base, s, b, p):
         """A softmax warpgroup: P, row sums and logsumexp of the tiles of a slot; a thread has a row."""
         entries = work.entries_of_head(p)
-        scale_log2 = p.softmax_scale * softmax.LOG2_E
+        scale_log2 = softmax.scale_log2(p)
         slot = cute.arch.make_warp_uniform(thread >> 7)
         row = thread & (WARPGROUP - 1)
         warp = cute.arch.make_warp_uniform(row >> 5)

@@ -89,7 +89,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         self.walk_words = (self.walk_tokens + 31) // 32
         self.threads = WARPGROUP * (1 + CONSUMERS)
         self.min_blocks_per_mp = 1
-        self.walks = True
+        self.params |= self.walk_params()
         # bfloat16 partials of a tile take the place of its Q; float32 ones are twice as large and go out of registers.
         self.staged = self.partial.width == self.q.dtype.width
         self.item_words = max(loading.ITEM_WORDS, sm90_walk.FIXED_WORDS + self.walk_words)
@@ -276,7 +276,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
     @cute.jit
     def softmax(self, accumulator, weights, visible, lane, p):
         """Write exp(score - row maximum) to ``weights``; the Statistics of both rows."""
-        scale_log2 = p.softmax_scale * softmax.LOG2_E
+        scale_log2 = softmax.scale_log2(p)
         scores = rows_of_thread(accumulator)
         if not cute.arch.vote_all_sync(visible[0] >= BLK_KV and visible[1] >= BLK_KV):
             mask_columns(scores, visible, lane % 4 * 2)

@@ -10,10 +10,13 @@ thread) is skipped where no maximum of the warp moved, and so is setting O aside
 for rows that see nothing of the block: they must not take part, whatever bytes stand there.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from aot.kernel import Ptr
 from aot.kernels import items, pages, softmax
 from aot.kernels.items import phase_of, release, stage_of
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
@@ -34,6 +37,21 @@ NOWHERE = -BLK_KV  # a row before the first: reads as zero
 
 class WalkRoles:
     """The warp roles of PrefillSm90 when it walks; ``self`` is the kernel."""
+
+    def walk_params(self) -> dict[str, Any]:
+        """What a walk reads beyond what the other traversal does: its plan, and where the output goes."""
+        params = {
+            "walk_blocks": Ptr(Int32),
+            "walk_counts": Ptr(Int32),
+            "walk_totals": Ptr(Int64, 8),
+            "out": Ptr(OUT),
+            "lse": Ptr(Float32),
+            "out_stride_token": Int64,
+            "out_stride_head": Int64,
+            "lse_stride_token": Int64,
+            "lse_stride_head": Int64,
+        }
+        return params | {"lse_temperature": Ptr(Float32)} if self.temperature else params
 
     @cute.jit
     def walk_load_blocks(self, maps, s, b, p):
@@ -159,7 +177,7 @@ class WalkRoles:
     @cute.jit
     def walk_softmax(self, accumulator, weights, out, state, visible, lane, p):
         """One step of the online softmax of a thread's two rows."""
-        scale_log2 = p.softmax_scale * softmax.LOG2_E
+        scale_log2 = softmax.scale_log2(p)
         scores = rows_of_thread(accumulator)
         if not cute.arch.vote_all_sync(visible[0] >= BLK_KV and visible[1] >= BLK_KV):
             mask_columns(scores, visible, lane % 4 * 2)
@@ -189,7 +207,7 @@ class WalkRoles:
     @cute.jit
     def walk_store(self, out, state, half: cutlass.Constexpr[int], token, head, lane, p):
         """Normalise one of the thread's rows and write it."""
-        scale_log2 = p.softmax_scale * softmax.LOG2_E
+        scale_log2 = softmax.scale_log2(p)
         inverse = softmax.reciprocal(state[half, 1])
         row = rows_of_thread(out)
         start = Int64(token) * p.out_stride_token + head * p.out_stride_head

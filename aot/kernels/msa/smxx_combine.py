@@ -9,7 +9,7 @@ bytes in flight: all of a lane's loads are issued before the first is used.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from aot.kernel import Kernel, Ptr
 from aot.kernels import merge
@@ -22,9 +22,10 @@ ROWS_PER_WARP = 4  # one after the other: fewer CTAs to start where there is not
 
 
 class Combine(Kernel):
-    def __init__(self, partial: str, topk: int):
+    def __init__(self, partial: str, topk: int, walks: bool):
         self.dtype = DTYPES[partial]
         self.topk = topk
+        self.walks = walks  # whether a prefill of the architecture can: it then leaves nothing to combine
         self.threads = 256
         self.work_per_cta = ROWS_PER_WARP * (self.threads // 32)
         self.lanes = partials.HEAD_DIM // partials.chunk_elements(self.dtype)  # of a row
@@ -35,7 +36,6 @@ class Combine(Kernel):
             "partial_lse_temperature": Ptr(Float32),
             "split_counts": Ptr(Int32),
             "split_entries": Ptr(Int32),
-            "walk_totals": Ptr(Int64, 8),
             "out": Ptr(OUT),
             "lse": Ptr(Float32),
             "lse_temperature": Ptr(Float32),
@@ -47,16 +47,25 @@ class Combine(Kernel):
             "head_kv": Int32,
             "qhead_per_kv": Int32,
         }
+        if walks:
+            self.params |= {"walk_totals": Ptr(Int64, 8)}
 
     @cute.kernel
     def kernel(self, p):
-        cta, _, _ = cute.arch.block_idx()
-        warps = self.threads // 32
         cute.arch.griddepcontrol_wait()
-        if not work.walks(p.walk_totals, work.WALK_ROWS // p.qhead_per_kv):  # else the output is already there
-            for i in cutlass.range(ROWS_PER_WARP, unroll=1):
-                row = (Int64(cta) * ROWS_PER_WARP + i) * warps + cute.arch.warp_idx()
-                self.merge(row, p)
+        if const_expr(self.walks):
+            if not work.walks(p.walk_totals, work.WALK_ROWS // p.qhead_per_kv):  # else the output is already there
+                self.merge_rows(p)
+        else:
+            self.merge_rows(p)
+
+    @cute.jit
+    def merge_rows(self, p):
+        """One warp: its rows of the output."""
+        cta, _, _ = cute.arch.block_idx()
+        for i in cutlass.range(ROWS_PER_WARP, unroll=1):
+            row = (Int64(cta) * ROWS_PER_WARP + i) * (self.threads // 32) + cute.arch.warp_idx()
+            self.merge(row, p)
 
     @cute.jit
     def merge(self, row, p):

@@ -41,7 +41,7 @@ def load_rows(p, row_ptr: cute.Pointer, tile: Int32, rows: cute.Pointer, warp_su
         rows[ROWS + thread] = start
         rows[2 * ROWS + thread] = end
     cute.arch.sync_threads()
-    return cutlass.min(total, p.capacity)
+    return cutlass.min(total, p.work_capacity)
 
 
 @cute.jit
@@ -80,7 +80,7 @@ class ScheduleCount(Kernel):
             "target_log2": Int32,
             "bucket_shift": Int32,
             "buckets": Int32,
-            "capacity": Int32,
+            "work_capacity": Int32,
         }
 
     @cute.kernel
@@ -131,7 +131,7 @@ class ScheduleFill(Kernel):
             "bucket_shift": Int32,
             "buckets": Int32,
             "bits": Int32,
-            "capacity": Int32,
+            "work_capacity": Int32,
         }
 
     @cute.kernel
@@ -162,7 +162,7 @@ class ScheduleFill(Kernel):
             if bucket >= 0 and bucket < p.buckets:
                 next_place[bucket] = work + before + counts[bucket]
             work += count_sum
-        work = cutlass.min(cutlass.max(work, 0), p.capacity)
+        work = cutlass.min(cutlass.max(work, 0), p.work_capacity)
 
         own = counters + warp * p.buckets
         for first in range(0, items, THREADS):
@@ -187,13 +187,13 @@ class ScheduleFill(Kernel):
                 next_place[b] = place
             cute.arch.sync_threads()
             place = own[bucket] + rank
-            if item < items and place >= 0 and place < p.capacity:
+            if item < items and place >= 0 and place < p.work_capacity:
                 row += tile * ROWS
                 self.write(p, place, (head, row, first_in_row, count, p.row_sequence[row], p.row_block[row]))
             cute.arch.sync_threads()
 
-        part = (p.capacity + p.head_kv * p.tiles - 1) // (p.head_kv * p.tiles)
-        end = cutlass.min((cta + 1) * part, p.capacity)
+        part = (p.work_capacity + p.head_kv * p.tiles - 1) // (p.head_kv * p.tiles)
+        end = cutlass.min((cta + 1) * part, p.work_capacity)
         for place in range(cutlass.max(cta * part, work) + thread, end, THREADS):
             self.write(p, place, (0,) * METADATA_COLUMNS)
         if cta == 0 and thread == 0:

@@ -33,7 +33,7 @@ def decode(p, index: Int32):
     exists = head >= 0 and head < p.head_kv and csr_row >= 0 and csr_row < p.total_rows
     exists = exists and sequence >= 0 and sequence < p.batch and block >= 0 and first >= 0 and count > 0
     if exists:
-        first += vector(p.k2q_row_ptr)[Int64(head) * (p.total_rows + 1) + csr_row]
+        first += vector(p.row_ptr)[Int64(head) * (p.total_rows + 1) + csr_row]
         exists = first >= 0 and first <= entries and count <= entries - first
     if not exists:
         count = Int32(0)
