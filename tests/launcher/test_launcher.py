@@ -229,7 +229,7 @@ def test_a_call_without_a_schedule_makes_one():
     found = launches()
     forward, combine = found[-2:]
     assert [launch["operation"] for launch in found].index("fwd") > 0
-    assert forward["params"]["k2q_row_ptr"] == address(call.arguments["k2q_row_ptr"])
+    assert forward["params"]["row_ptr"] == address(call.arguments["k2q_row_ptr"])
     assert forward["params"]["work_capacity"] > 0 and combine["params"]["split_counts"]
 
 

@@ -36,7 +36,7 @@ def test_a_walk_matches_the_reference(place, g, topk, causal, layout, partial, s
     temperature = 0.7 if place.arch and partial == "bfloat16" else None  # every G with and without one
     trim = place.arch is None and layout != "flat"
     case = shared_case(
-        place, topk, g + topk, ([200, 88], [500, 400]), qhead_per_kv=g, causal=causal, layout=layout, trim=trim
+        place, topk, g + topk, ([128, 128], [600, 400]), qhead_per_kv=g, causal=causal, layout=layout, trim=trim
     )
     with place.opened(seed=seed):
         results = attend(case, plan_of(case), temperature, partial_dtype=partial)
