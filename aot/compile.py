@@ -54,7 +54,7 @@ def compile_configuration(configuration: Configuration) -> Compiled:
         kernel = make_kernel(configuration)
         with tempfile.TemporaryDirectory(prefix="sparse_aot-") as directory:
             dump_dir = Path(directory)
-            symbol = f"{SYMBOL_PREFIX}{configuration.name}".replace("-", "_")
+            symbol = SYMBOL_PREFIX + configuration.path.replace("/", "_").replace("-", "_")
             kernel.compile(symbol, configuration.arch, dump_dir)
             (cubin,) = dump_dir.glob("*.cubin")
             (ptx,) = dump_dir.glob("*.ptx")

@@ -45,7 +45,10 @@ def accumulate(acc: cute.Tensor, first: Int64, number: Int32, weight: Float32, c
         weights[i] = cute.arch.shuffle_sync(weight, split)
         cute.autovec_copy(chunk_of(entry), parts[None, i])
     for i in cutlass.range_constexpr(share):
-        acc.store(acc.load() + weights[i] * parts[None, i].load().to(Float32))
+        weighs = weights[i] != 0.0  # a split that sees nothing may hold 0 * NaN
+        for j in cutlass.range_constexpr(cute.size(acc)):
+            part = parts[j, i].to(Float32)
+            acc[j] = acc[j] + weights[i] * (part if weighs else Float32(0.0))
     if const_expr(shares == 2):
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] += cute.arch.shuffle_sync_bfly(acc[i], offset=lanes)

@@ -64,15 +64,6 @@ def row_sums_exp2(scores: cute.Tensor, references, scale_log2: Float32, keep: cu
 
 
 @cute.jit
-def clear_blind(out: cute.Tensor, visible):
-    """Zero O, (2 rows, columns), of a thread's rows that see no key: their weights are 0, but 0 * NaN is not."""
-    if not cute.arch.vote_all_sync(visible[0] > 0 and visible[1] > 0):
-        for row in cutlass.range_constexpr(2):
-            if visible[row] <= 0:
-                out[row, None].fill(0.0)
-
-
-@cute.jit
 def reciprocal(x: Float32) -> Float32:
     """1 / x, or 0 for the sum of a row that sees nothing; NaN stays NaN."""
     return Float32(0.0) if x == 0.0 else cute.arch.rcp_approx(x)

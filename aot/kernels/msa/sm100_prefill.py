@@ -39,6 +39,7 @@ GATHER_WARP = 2  # and the one after it
 STAGING_BYTES = 32 * 1024  # rows on their way to partial_out: a quarter for each warp
 S_COLUMN = 0  # two of BLK_KV columns
 P_COLUMN = SLOTS * BLK_KV  # two of self.p_columns; O comes after them
+SOFTMAX_REGISTERS = 192
 PART = 32  # columns of a row that move between tensor memory and registers at a time
 
 
@@ -85,9 +86,7 @@ class PrefillSm100(Prefill):
         # Where tiles start at a multiple of eight rows, a thread's 16 places for bfloat16 never change: the compiler
         # keeps them in registers, which producers that need no cp.async can spare.
         keeps_places = g >= ATOM_ROWS and self.partial.width == 16
-        self.producer_registers, self.softmax_registers, self.epilogue_registers = (
-            (32, 184, 112) if keeps_places else (40, 192, 88)
-        )
+        self.producer_registers, self.epilogue_registers = (24, 104) if keeps_places else (40, 88)
         self.p_columns = columns_of(BLK_KV, self.pv)
         self.o_column = P_COLUMN + SLOTS * self.p_columns
         self.q_bytes = TILE_ROWS * self.q.row_bytes
@@ -159,7 +158,7 @@ class PrefillSm100(Prefill):
             else:
                 self.load_queries(warp - GATHER_WARP, maps, s, b, p)
         elif warp < (1 + SLOTS) * WARPS:
-            cute.arch.setmaxregister_increase(self.softmax_registers)
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.softmax(thread - WARPGROUP, base, s, b, p)
         else:
             cute.arch.setmaxregister_decrease(self.epilogue_registers)
@@ -385,7 +384,6 @@ class PrefillSm100(Prefill):
         columns = 4 * elements  # that fill four chunks
         batch = STAGING_BYTES * 8 // self.partial.width // HEAD_DIM // WARPS  # rows
         index = partials.row_index(entry, row, self.g)
-        all_see = cute.arch.vote_all_sync(inverse != 0.0)
         place = s.staging + cute.assume(warp * (batch * HEAD_DIM), divby=HEAD_DIM)
         first_chunk = lane % batch * HEAD_DIM + partials.place(index, 0) * elements  # places are this one's xor
         values = cute.make_rmem_tensor(columns, Float32)
@@ -406,9 +404,6 @@ class PrefillSm100(Prefill):
                     release(o_empty, lane)
                 for column in cutlass.range_constexpr(columns):
                     values[column] = part[column]
-                if not all_see:  # the weights of a row that sees nothing are 0, but 0 * NaN is not
-                    if inverse == 0.0:
-                        values.fill(0.0)
                 for i in cutlass.range_constexpr(4):
                     chunk.store((pairs[None, i, None].load() * inverse).to(self.partial))
                     target = place + cute.assume(first_chunk ^ (group * columns + i * elements), divby=elements)

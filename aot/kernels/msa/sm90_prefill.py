@@ -88,6 +88,8 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         self.walk_tokens = work.WALK_ROWS // g
         self.walk_words = (self.walk_tokens + 31) // 32
         self.threads = WARPGROUP * (1 + CONSUMERS)
+        # Gathering 64 tokens a tile takes the producers more registers than they need for fewer.
+        self.walk_producer_registers, self.walk_consumer_registers = (40, 224) if g == 1 else (24, 232)
         self.min_blocks_per_mp = 1
         self.params |= self.walk_params()
         # bfloat16 partials of a tile take the place of its Q; float32 ones are twice as large and go out of registers.
@@ -153,13 +155,13 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
 
         if walks:
             if warp < WARPGROUP // 32:
-                cute.arch.setmaxregister_decrease(sm90_walk.PRODUCER_REGISTERS)
+                cute.arch.setmaxregister_decrease(self.walk_producer_registers)
                 if warp == 0:
                     self.walk_load_blocks(maps, s, b, p)
                 elif warp <= sm90_walk.CONSUMERS:
                     self.walk_load_queries(warp - 1, maps, s, b, p)
             elif warp < (1 + sm90_walk.CONSUMERS) * (WARPGROUP // 32):
-                cute.arch.setmaxregister_increase(sm90_walk.CONSUMER_REGISTERS)
+                cute.arch.setmaxregister_increase(self.walk_consumer_registers)
                 self.walk_consume(thread - WARPGROUP, s, b, p)
             else:
                 cute.arch.setmaxregister_decrease(sm90_walk.IDLE_REGISTERS)
@@ -250,7 +252,6 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
                 out = cute.make_rmem_tensor(mma.pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
                 cute.arch.mbarrier_wait(b.v_full + stage, phase)
                 multiply(mma.pv, out, weights, mma.v[None, None, None, stage])
-                softmax.clear_blind(rows_of_thread(out), visible)
                 entry = Int64(head) * entries + (first + tile * self.tokens)
                 tokens = min(count - tile * self.tokens, self.tokens)
                 place = self.tile_place(s, q_stage)

@@ -4,7 +4,7 @@ A work item is a KV head and a group of 128 query rows, 64 a consumer warpgroup.
 group's tokens selects stream past both; a token's rows see a block only if its membership bit is set. The softmax is
 online, O stays in registers, and the finished rows go to the output: no partials, and combine has nothing to do.
 Rings and barriers are those of sm90_prefill.py. O lives through the loop beside S and P, so the third consumer
-warpgroup gives its registers away: 224 for each of the other two, 40 for a producer.
+warpgroup gives its registers away: 232 for each of the other two, 24 for a producer (with G 1: 224 and 40).
 Budget of a step of a tile: the tile's of sm90_prefill.py without Q and O; a rescaling of O (64 multiplications a
 thread) is skipped where no maximum of the warp moved, and so is setting O aside (into the registers that S has left)
 for rows that see nothing of the block: they must not take part, whatever bytes stand there.
@@ -27,8 +27,6 @@ from aot.kernels.msa.partials import HEAD_DIM
 from aot.kernels.sm90_mma import TILE_ROWS, WARPGROUP, as_operand, copy, multiply, products, rows_of_thread
 
 CONSUMERS = work.WALK_ROWS // TILE_ROWS
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 224
 IDLE_REGISTERS = 24
 FIRST, LAST = 1, 2  # of a group's blocks
 FIXED_WORDS = 5  # of an item in shared memory: flags (-1: the end), group, KV head, key_limit, causal_shift
