@@ -31,8 +31,7 @@ def accumulate(acc: cute.Tensor, first: Int64, number: Int32, weight: Float32, c
     """Add the weighted splits up: every lane ends with its chunk of the whole sum in ``acc``, float32.
 
     The lane's split is entry ``first + number``, and ``chunk_of(entry)`` is the lane's chunk, in global memory, of what
-    a split left; ``lanes`` lanes cover a row. Where they are half of the warp, each half takes half of the splits. All
-    loads are issued before the first is used.
+    a split left; ``lanes`` lanes cover a row. Where they are half of the warp, each half takes half of the splits.
     """
     lane = cute.arch.lane_idx()
     shares = 32 // lanes  # parts of the warp among which the splits are dealt out

@@ -567,8 +567,9 @@ def sparse_atten_func(
             inside the call.
         qk_dtype, pv_dtype: the dtypes of the two products; None is the default for the storage ("bfloat16").
         q_scale, k_scale, v_scale: belong to fp8 storage; must be None for bfloat16.
-        usable_SM_count: at most so many multiprocessors work on the attention, an integer from 1; None is all that the
-            CUDA context has. The result has the same bits.
+        usable_SM_count: at most so many multiprocessors work on the forward, whose CTAs stay on theirs; an integer from
+            1, None is all that the CUDA context has. The merge of splits, a short kernel of many CTAs, is not bound by
+            it; a green context bounds both. The result has the same bits.
         out: bfloat16 ``[total_q, Hq, 128]`` to write into; 16-byte aligned strides, last dimension contiguous. It may
             be a view of a buffer that holds other arguments too, but has no byte of them; nor has lse.
         lse: float32 ``[total_q, Hq]`` to write into, any positive strides.

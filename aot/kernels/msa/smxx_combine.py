@@ -3,8 +3,7 @@
 A row is one (query token, query head) and has a warp. A lane first weighs one split, then loads 16-byte chunks: with
 bfloat16 partials half the warp covers a row and each half takes half of the splits, with float32 the warp covers it.
 Only splits below the token's count are read; a row without any gives out 0 and lse -inf.
-Budget: topk * 256 bytes a row in and 256 out (bfloat16) for 3 * topk flops an element: pure memory, so what counts is
-bytes in flight: all of a lane's loads are issued before the first is used.
+Budget: topk * 256 bytes a row in and 256 out (bfloat16) for 3 * topk flops an element: pure memory.
 """
 
 import cutlass
