@@ -7,6 +7,7 @@ with the PTX for the simulator, which users get as a wheel of its own (``tools/p
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -44,10 +45,12 @@ class SourceDistribution(sdist):
 
 def source_files():
     """Files that git tracks; without git, those under the folders that have sources, less what builds leave there."""
-    if (ROOT / ".git").exists():
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    listed = None
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE).stdout
+    if listed:
         files = map(os.fsdecode, listed.split(b"\0"))
-    else:
+    else:  # no checkout, or one that git is not there for or refuses
         names = ("*.toml", "*.md", "setup.py", "LICENSE", "cubins/MANIFEST.lock")
         names += tuple(f"{folder}/**/*" for folder in ("aot", "docs", "sparse_aot", "tests", "tools"))
         found = (path.relative_to(ROOT).as_posix() for name in names for path in ROOT.glob(name))

@@ -7,6 +7,7 @@ directory ends up holding exactly what was asked for, beside files that no build
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import io
@@ -95,8 +96,8 @@ def complete(selected: Sequence[Configuration], space: Sequence[Configuration], 
     kept = [item for item in space if item.path in present - chosen]
     if stale := [item.path for item in kept if store.load(cache.key(item)) is None]:
         raise BuildError(
-            f"{out} holds {len(stale)} other configurations that are not of this source, {stale[0]} among them: "
-            "build all of them, or give another --out"
+            f"{out} holds {len(stale)} other configurations that are not in the cache as of this source, {stale[0]} "
+            "among them: build all of them, or give another --out"
         )
     chosen.update(item.path for item in kept)
     return [item for item in space if item.path in chosen]
@@ -303,7 +304,8 @@ def _read_entries(out: Path) -> list[dict[str, Any]]:
     """The entries of an earlier build's manifest, of any schema; none where there is no manifest of ours."""
     try:
         entries = json.loads((out / MANIFEST).read_bytes())["configurations"]
-        return [entry for entry in entries if entry["file"] == f"{entry['arch']}/{entry['name']}.cubin"]
+        ours = [entry for entry in entries if entry["arch"] in ARCHS and Path(entry["name"]).name == entry["name"]]
+        return [entry for entry in ours if entry["file"] == f"{entry['arch']}/{entry['name']}.cubin"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -330,6 +332,8 @@ def _write_atomically(path: Path, data: bytes) -> None:
     """Readers see the old file or the new one; a file that already holds ``data`` is left alone."""
     if path.is_file() and path.read_bytes() == data:
         return
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         file.write(data)

@@ -14,13 +14,18 @@ from sparse_aot.verify import print_verified
 
 def main(argv=None):
     """Run one command; returns the exit status."""
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
     try:
         status = run(argv)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever read has enough
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered goes there at exit
-        return 128 + signal.SIGPIPE
+        if isinstance(error, BrokenPipeError):  # whoever read has enough
+            return 128 + signal.SIGPIPE
+        print(f"sparse-aot: {error}", file=sys.stderr)
+        return 1
 
 
 def run(argv):

@@ -193,7 +193,7 @@ cdef class Call:
             else:
                 capsule = export_capsule(name, array, None if self.on_host else <uintptr_t>self.stream)
                 read_capsule(name, capsule, view)
-                if not self.on_host and producer.root != "cupy":
+                if producer.root != "cupy":  # it may be all that owns the memory
                     self.hold(capsule)
         elif producer.api is not self.producer.api and not self.on_host:
             # A second framework: its own current stream may be another one.
@@ -309,7 +309,7 @@ cdef class Call:
     cdef int launched(self) except -1:
         """To be called after the last launch."""
         cdef cydriver.CUstream stream = self.stream
-        if self.held is None or is_capturing(stream):
+        if self.on_host or self.held is None or is_capturing(stream):
             return 0
         if self.context != self.device.context:  # an event does not outlive its context
             stream = lasting_stream(self.device)

@@ -73,7 +73,7 @@ class Bundle:
         path = self.folder / "manifest.json"
         try:
             self.manifest = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{path}: not readable as a manifest: {error}") from error
         schema = self.manifest.get("schema") if isinstance(self.manifest, dict) else None
         if schema != SCHEMA:

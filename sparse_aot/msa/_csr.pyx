@@ -518,7 +518,7 @@ def build_k2q_csr(
         split_counts.finish(), &split_counts.view, split_entries.finish(), &split_entries.view, 1 << plan.target_log2,
         plan.capacity, qhead_per_kv,
     )
-    schedule.set_csr(shape.batch, shape.total_rows, digest_of(call, &row_ptr.view, &q_indices.view))
+    schedule.set_csr(shape.batch, shape.total_rows, digest_of(call, &row_ptr.view, &q_indices.view, &cu_k))
     finish_walk_plan(call, schedule, walk_blocks, walk_counts, walk_totals)
     return row_ptr.finish(), q_indices.finish(), schedule
 
@@ -622,15 +622,15 @@ def prepare_sparse_fwd_schedule_and_split(
         split_counts, &split_view, split_entries.finish(), &split_entries.view, 1 << plan.target_log2, plan.capacity,
         qhead_per_kv,
     )
-    schedule.set_csr(shape.batch, shape.total_rows, digest_of(call, &rows_view, &indices_view))
+    schedule.set_csr(shape.batch, shape.total_rows, digest_of(call, &rows_view, &indices_view, &cu_k))
     schedule.given = True
     return schedule
 
 
-cdef object digest_of(Call call, const View* row_ptr, const View* q_indices):
+cdef object digest_of(Call call, const View* row_ptr, const View* q_indices, const View* cu_seqlens_k):
     """The digest of a CSR; None where it would take a read-back that is not asked for, or not possible."""
     if call.on_host or (_validate and not is_capturing(call.stream)):
-        return digest_csr(call, row_ptr, q_indices)
+        return digest_csr(call, row_ptr, q_indices, cu_seqlens_k)
     return None
 
 

@@ -20,6 +20,7 @@ from sparse_aot._core._checks cimport (
     check_steps,
     check_writable,
     dtype_name,
+    element_count,
     integer,
     name_of_dtype,
     positive,
@@ -44,7 +45,7 @@ from sparse_aot.msa._schedule cimport Schedule, digest_csr
 from sparse_aot.msa._values cimport N_TENSOR_MAPS, Values, set_float32
 
 from sparse_aot.msa._csr import prepare_sparse_fwd_schedule_and_split
-from sparse_aot.msa.validate import check_schedule, validate_attention
+from sparse_aot.msa.validate import check_schedule, check_walk_plan, validate_attention
 
 
 cdef enum:
@@ -273,12 +274,16 @@ cdef int _validate_values(Call call, Problem* p, object max_seqlen_q, object max
 cdef int _validate_schedule(Call call, Problem* p, Schedule schedule) except -1:
     """That a schedule is of this CSR: by its digest and, with SPARSE_AOT_VALIDATE=1, by all that it says."""
     cdef View entries = p.q_indices  # split_entries, which are contiguous, in two dimensions
-    if schedule.csr_digest is not None and schedule.csr_digest != digest_csr(call, &p.row_ptr, &p.q_indices):
+    cdef View elements
+    if schedule.csr_digest is not None and schedule.csr_digest != digest_csr(
+        call, &p.row_ptr, &p.q_indices, &p.cu_seqlens_k
+    ):
         raise ValueError("schedule: expected one for this k2q_row_ptr and k2q_q_indices, got one for another CSR")
     if not _validate:
         return 0
     entries.data = schedule.split_entries_view.data
     check_schedule(
+        cu_seqlens_k=call.to_host("cu_seqlens_k", &p.cu_seqlens_k),
         cu_seqlens_q=call.to_host("cu_seqlens_q", &p.cu_seqlens_q),
         k2q_row_ptr=call.to_host("k2q_row_ptr", &p.row_ptr),
         k2q_q_indices=call.to_host("k2q_q_indices", &p.q_indices),
@@ -288,6 +293,21 @@ cdef int _validate_schedule(Call call, Problem* p, Schedule schedule) except -1:
         split_counts=call.to_host("schedule.split_counts", &schedule.split_counts_view),
         split_entries=call.to_host("schedule.split_entries", &entries).reshape(p.head_kv, p.total_q, p.topk),
     )
+    if schedule.walk_totals is not None:
+        elements = schedule.walk_blocks_view  # contiguous, in two dimensions
+        elements.ndim = 2
+        elements.shape[0] = element_count(&schedule.walk_blocks_view) // schedule.walk_blocks_view.shape[3]
+        elements.shape[1] = elements.strides[0] = schedule.walk_blocks_view.shape[3]
+        elements.strides[1] = 1
+        shape = [schedule.walk_blocks_view.shape[dim] for dim in range(4)]
+        check_walk_plan(
+            qhead_per_kv=schedule.qhead_per_kv,
+            cu_seqlens_k=call.to_host("cu_seqlens_k", &p.cu_seqlens_k),
+            k2q_row_ptr=call.to_host("k2q_row_ptr", &p.row_ptr),
+            k2q_q_indices=call.to_host("k2q_q_indices", &p.q_indices),
+            walk_blocks=call.to_host("schedule.walk_blocks", &elements).reshape(shape),
+            walk_counts=call.to_host("schedule.walk_counts", &schedule.walk_counts_view),
+        )
     return 0
 
 
@@ -606,6 +626,8 @@ def sparse_atten_func(
         if topk is not None:
             raise TypeError("topk: expected one number, got topK too, which is another name for it")
         topk = topK
+    elif topk is None:
+        raise TypeError("topk: missing; expected the number of selected blocks of a (token, KV head)")
     n_topk = integer("topk", topk, 1, 1 << 20)
     memset(&p, 0, sizeof(p))
     cdef Trace trace = begin("sparse_atten_func") if tracing else None

@@ -56,4 +56,4 @@ cdef Schedule make_schedule(
 )
 
 # A 64-bit digest of a CSR: its sizes, k2q_row_ptr, and the entries of k2q_q_indices that are in use. Reads them back.
-cdef object digest_csr(Call call, const View* row_ptr, const View* q_indices)
+cdef object digest_csr(Call call, const View* row_ptr, const View* q_indices, const View* cu_seqlens_k)

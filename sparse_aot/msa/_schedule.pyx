@@ -5,6 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from sparse_aot._core._call cimport open_call
 from sparse_aot._core._checks cimport check_alignment, check_contiguous, check_dtype, check_rank
 from sparse_aot._core._dlpack cimport CPU, INT32, INT64
+from sparse_aot.msa._csr_host cimport BLOCK
 
 
 cdef class Schedule:
@@ -40,7 +41,7 @@ cdef class Schedule:
         work_capacity: the number of rows of ``scheduler_metadata``.
         qhead_per_kv: the query heads a KV head that it was made for; with another number it is right, but slow.
         total_rows, batch: the rows of the CSR, and the sequences, that it was made for.
-        csr_digest: a 64-bit digest of the CSR that it was made for, which the attention compares with that of the CSR
+        csr_digest: a 64-bit digest of the CSR that it was made for and of the blocks of its sequences, which the attention compares with that of the CSR
             it is given: on host arrays always, on a device, where it takes a read-back, with ``SPARSE_AOT_VALIDATE=1``.
             None where it was not computed: on a device without that variable, or under graph capture.
     """
@@ -166,10 +167,13 @@ cdef inline uint64_t _mix(uint64_t digest, uint64_t word) noexcept nogil:
 
 
 cdef uint64_t _digest(
-    const int32_t* row_ptr, const int32_t* q_indices, int64_t head_kv, int64_t total_rows, int64_t size
+    const int32_t* row_ptr, const int32_t* q_indices, const int32_t* cu_seqlens_k, int64_t head_kv, int64_t total_rows,
+    int64_t size, int64_t batch,
 ) noexcept nogil:
     cdef int64_t head, i
     cdef uint64_t digest = _mix(_mix(_mix(0, head_kv), total_rows), size)
+    for i in range(batch):  # which sequence and block a row is
+        digest = _mix(digest, <uint64_t>((<int64_t>cu_seqlens_k[i + 1] - cu_seqlens_k[i] + BLOCK - 1) // BLOCK))
     for head in range(head_kv):
         for i in range(total_rows + 1):
             digest = _mix(digest, <uint64_t>row_ptr[i])
@@ -180,10 +184,12 @@ cdef uint64_t _digest(
     return digest
 
 
-cdef object digest_csr(Call call, const View* row_ptr, const View* q_indices):
+cdef object digest_csr(Call call, const View* row_ptr, const View* q_indices, const View* cu_seqlens_k):
     rows = call.to_host("k2q_row_ptr", row_ptr)
     entries = call.to_host("k2q_q_indices", q_indices)
+    lengths = call.to_host("cu_seqlens_k", cu_seqlens_k)
     return _digest(
-        <int32_t*><uintptr_t>rows.ctypes.data, <int32_t*><uintptr_t>entries.ctypes.data, row_ptr.shape[0],
-        row_ptr.shape[1] - 1, q_indices.shape[1],
+        <int32_t*><uintptr_t>rows.ctypes.data, <int32_t*><uintptr_t>entries.ctypes.data,
+        <int32_t*><uintptr_t>lengths.ctypes.data, row_ptr.shape[0], row_ptr.shape[1] - 1, q_indices.shape[1],
+        cu_seqlens_k.shape[0] - 1,
     )

@@ -3,6 +3,7 @@
 import numpy as np
 
 BLK_KV = 128
+WALK_ROWS = 128  # query rows of a group of the walk plan
 
 
 def check_cu_seqlens(name, cu_seqlens, total):
@@ -77,6 +78,7 @@ def validate_attention(
 def check_schedule(
     *,
     cu_seqlens_q,
+    cu_seqlens_k,
     k2q_row_ptr,
     k2q_q_indices,
     metadata,
@@ -111,10 +113,52 @@ def check_schedule(
     if (split_entries != entries).any():
         raise ValueError("schedule.split_entries: expected the entry of each split slot, and -1 in the others")
     check_range("schedule.work_count", work_count, 0, len(metadata))
-    _check_items(metadata[: work_count[0]].astype(np.int64), cu_seqlens_q, k2q_row_ptr, k2q_q_indices)
+    items = metadata[: work_count[0]].astype(np.int64)
+    _check_items(items, cu_seqlens_q, number_rows(cu_seqlens_k), k2q_row_ptr, k2q_q_indices)
 
 
-def _check_items(items, cu_seqlens_q, k2q_row_ptr, k2q_q_indices):
+def check_walk_plan(*, qhead_per_kv, cu_seqlens_k, k2q_row_ptr, k2q_q_indices, walk_blocks, walk_counts):
+    """Raise ``ValueError`` unless a schedule's walk plan has the unions of the blocks that groups of tokens select.
+
+    Arrays are NumPy copies of what ``Schedule`` describes. What the totals say decides the traversal, not the result.
+    """
+    tokens = WALK_ROWS // qhead_per_kv
+    cap, columns = walk_blocks.shape[2:]
+    head, entry = np.nonzero(np.arange(k2q_q_indices.shape[1])[None, :] < k2q_row_ptr[:, -1:])
+    row = np.concatenate([np.repeat(np.arange(len(steps)), steps) for steps in np.diff(k2q_row_ptr, axis=1)])
+    token = k2q_q_indices[head, entry]
+    group = token // tokens
+    key = (head.astype(np.int64) * walk_counts.shape[1] + group) * k2q_row_ptr.shape[1] + row
+    unions, member = np.unique(key, return_inverse=True)  # ascending by row within a group
+    place, union_row = np.divmod(unions, k2q_row_ptr.shape[1])
+    counts = np.bincount(place, minlength=walk_counts.size)
+    if (np.minimum(counts, cap + 1).reshape(walk_counts.shape) != walk_counts).any():
+        raise ValueError("schedule.walk_counts: expected the number of blocks that each group's tokens select")
+    rank = np.arange(len(place)) - (counts.cumsum() - counts)[place]
+    listed = counts[place] <= cap
+    expected = np.zeros((walk_counts.size, cap, columns), np.uint32)
+    sequence, block = number_rows(cu_seqlens_k)
+    at = place[listed], rank[listed]
+    expected[(*at, 0)], expected[(*at, 1)] = sequence[union_row[listed]], block[union_row[listed]]
+    own = listed[member]
+    bit = (token - group * tokens)[own]
+    np.bitwise_or.at(
+        expected, (place[member[own]], rank[member[own]], 2 + bit // 32), np.uint32(1) << (bit % 32).astype(np.uint32)
+    )
+    if (expected.view(np.int32).reshape(walk_blocks.shape) != walk_blocks).any():
+        raise ValueError("schedule.walk_blocks: expected the blocks of each group, ascending by row, and their tokens")
+
+
+def number_rows(cu_seqlens_k):
+    """(sequence, block) of each CSR row: rows are numbered with the block outermost and the sequence innermost."""
+    blocks = np.maximum(-(-np.diff(cu_seqlens_k.astype(np.int64)) // BLK_KV), 0)
+    sequence = np.repeat(np.arange(len(blocks)), blocks)
+    block = np.arange(len(sequence)) - np.repeat(blocks.cumsum() - blocks, blocks)
+    order = np.lexsort((sequence, block))
+    return sequence[order], block[order]
+
+
+def _check_items(items, cu_seqlens_q, rows, k2q_row_ptr, k2q_q_indices):
     name = "schedule.scheduler_metadata"
     head, row, first, count, sequence, block = items[np.lexsort((items[:, 2], items[:, 1], items[:, 0]))].T
     check_range(f"{name}: KV head", head, 0, len(k2q_row_ptr) - 1)
@@ -128,8 +172,9 @@ def _check_items(items, cu_seqlens_q, k2q_row_ptr, k2q_q_indices):
     gaps = (first[1:] != expected).any() or (first[:1] != 0).any() or (count <= 0).any()
     if gaps or (covered != lengths).any():
         raise ValueError(f"{name}: expected items that have every entry of the CSR once")
-    if ((sequence[1:] != sequence[:-1]) | (block[1:] != block[:-1]))[follows].any() or (block < 0).any():
-        raise ValueError(f"{name}: expected one sequence and block for all items of a CSR row")
+    check_range(f"{name}: CSR row", row, 0, len(rows[0]) - 1)
+    if (sequence != rows[0][row]).any() or (block != rows[1][row]).any():
+        raise ValueError(f"{name}: expected the sequence and the block of each item's CSR row")
     start = k2q_row_ptr[head, row] + first
     tokens = k2q_q_indices[head, start], k2q_q_indices[head, start + count - 1]
     if (tokens[0] < cu_seqlens_q[sequence]).any() or (tokens[1] >= cu_seqlens_q[sequence + 1]).any():

@@ -488,6 +488,18 @@ def test_build_of_a_part_drops_what_is_no_configuration_any_more(toy_space, out,
     assert names(out) == ["sm_90a/scale-128", "sm_100f/scale-128"]
 
 
+@pytest.mark.parametrize("arch, name", [("../../victim", "x"), ("sm_90a", "../../victim/x")])
+def test_a_build_removes_nothing_outside_of_its_folder_whatever_an_earlier_manifest_names(toy_space, out, arch, name):
+    victim = out / arch / f"{name}.cubin"
+    (out / "sm_90a").mkdir(parents=True)
+    victim.parent.mkdir(parents=True, exist_ok=True)
+    victim.write_bytes(b"keep")
+    entry = {"arch": arch, "name": name, "file": f"{arch}/{name}.cubin"}
+    (out / build.MANIFEST).write_text(json.dumps({"configurations": [entry]}))
+    assert command_line.main(["build", "--out", str(out)]) == 0
+    assert victim.read_bytes() == b"keep"
+
+
 def test_build_of_a_part_refuses_where_the_rest_is_of_other_source(toy_space, toy, out, capsys):
     assert command_line.main(["build", "--out", str(out)]) == 0
     before = snapshot(out)
@@ -495,7 +507,9 @@ def test_build_of_a_part_refuses_where_the_rest_is_of_other_source(toy_space, to
     edit(toy / "values.py", "3.0", "4.0")
     assert command_line.main(["build", "--only", "scale-64", "--out", str(out)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {out} holds 2 other configurations that are not of this source, sm_90a/scale-128")
+    assert line.startswith(
+        f"error: {out} holds 2 other configurations that are not in the cache as of this source, sm_90a"
+    )
     assert snapshot(out) == before
 
 

@@ -149,6 +149,7 @@ FLAT = {
     "page_table: flat k": (lambda a: {"page_table": zeros((2, 3))}, ValueError, "k: expected 4 dimensions"),
     "topk: value": (lambda a: {"topk": 5}, NotImplementedError, "topk: got 5; supported: 4, 8, 16, 32"),
     "topk: other": (lambda a: {"topk": 8}, ValueError, "k2q_q_indices: expected 512 in dimension 1"),
+    "topk: missing": (lambda a: {"topk": None}, TypeError, "topk: missing; expected the number"),
     "topk: type": (lambda a: {"topk": 4.0}, TypeError, "topk: expected an integer, got float"),
     "blk_kv": (lambda a: {"blk_kv": 64}, NotImplementedError, "blk_kv: got 64; supported: 128"),
     "max_seqlen_q: type": (lambda a: {"max_seqlen_q": "x"}, TypeError, "max_seqlen_q: expected an integer, got str"),

@@ -651,6 +651,7 @@ def test_a_damaged_kernel_is_an_error_that_names_its_file(damage):
     [
         (None, "no bundle"),
         ("{", "not readable"),
+        ("[" * 100_000, "not readable"),
         ("[]", "schema 2, got None"),
         (json.dumps({"schema": 1}), "schema 2, got 1: another version"),
         (json.dumps({"schema": 3}), "schema 2, got 3: another version"),

@@ -490,3 +490,26 @@ def test_what_prepare_writes_must_not_overlap_what_it_reads(written, other, shif
     run(first.size)  # neighbours do not overlap
     with pytest.raises(ValueError, match=f"{written}: expected memory of its own, got some of {other}"):
         run(max(0, min(first.size - 1, first.size // 2 + shift)))
+
+
+class Copies:
+    """A producer older than DLPack 1.0, each of whose exports is a copy that the capsule alone owns."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, stream=None):
+        return self.array.copy().__dlpack__()
+
+
+def test_what_a_producer_copies_to_hand_it_out_lives_as_long_as_the_call():
+    cu_q, cu_k = offsets([2000, 3000]), offsets([40_000, 30_000])
+    q2k = np.random.default_rng(0).integers(-1, 200, (1, 5000, 4), dtype=np.int32)
+    want = build(q2k, cu_q, cu_k)
+    for _ in range(20):
+        got = build_k2q_csr(q2k, Copies(cu_q), Copies(cu_k), total_k=70_000)
+        for array, expected in zip(got, want, strict=True):
+            np.testing.assert_array_equal(array, expected)

@@ -6,6 +6,7 @@ import json
 import pickle
 import weakref
 
+import ml_dtypes
 import numpy as np
 import pytest
 from calls import Call
@@ -13,9 +14,9 @@ from host_calls import CU_SEQLENS_K, CU_SEQLENS_Q, HEAD_KV, TOPK, TOTAL_Q, G, at
 from places import needs_simulator
 from stub_driver import DeviceArray, on_stub, run_python
 
-from sparse_aot import Schedule, build_k2q_csr, prepare_sparse_fwd_schedule_and_split
+from sparse_aot import Schedule, build_k2q_csr, prepare_sparse_fwd_schedule_and_split, sparse_atten_func
 from sparse_aot.msa._schedule import _restore
-from sparse_aot.msa.validate import check_schedule
+from sparse_aot.msa.validate import check_schedule, check_walk_plan
 
 ARRAYS = ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries")
 WALK_PLAN = ("walk_blocks", "walk_counts", "walk_totals")
@@ -47,6 +48,26 @@ def test_a_schedule_of_another_selection_is_refused():
             attend(*csr, schedule)
 
 
+@needs_simulator
+def test_a_schedule_of_a_csr_whose_rows_are_other_blocks_is_refused():
+    """The bytes of both CSRs are the same: what differs is which sequence and block their rows are."""
+
+    def made(blocks, cu_seqlens_k):
+        q2k = np.tile(np.array([*blocks, -1], np.int32), (1, 4, 1))
+        return build_k2q_csr(q2k, cu_q, cu_seqlens_k, total_k=1024, total_rows=8, return_schedule=True)
+
+    cu_q = np.array([0, 4, 4], np.int32)
+    one, other = np.array([0, 512, 1024], np.int32), np.array([0, 384, 1024], np.int32)
+    row_ptr, q_indices, schedule = made([0, 2, 3], one)
+    same = made([0, 1, 2], other)
+    assert schedule.csr_digest != same[2].csr_digest
+    q, k = (np.zeros((n, 1, 128), ml_dtypes.bfloat16) for n in (4, 1024))
+    call = {"cu_seqlens_q": cu_q, "topk": 4}
+    sparse_atten_func(q, k, k, row_ptr, q_indices, cu_seqlens_k=one, schedule=schedule, **call)
+    with pytest.raises(ValueError, match="schedule: expected one for this"):
+        sparse_atten_func(q, k, k, row_ptr, q_indices, cu_seqlens_k=other, schedule=schedule, **call)
+
+
 def test_the_digest_is_of_the_csr_alone():
     row_ptr, q_indices, schedule = build()
     assert 0 <= schedule.csr_digest < 1 << 64
@@ -75,7 +96,7 @@ def validated(seed, **options):
     """The arguments of ``check_schedule`` for a schedule as it is made, in arrays that may be changed."""
     row_ptr, q_indices, schedule = build(seed, **options)
     return {
-        "cu_seqlens_q": CU_SEQLENS_Q, "k2q_row_ptr": row_ptr, "k2q_q_indices": q_indices,
+        "cu_seqlens_q": CU_SEQLENS_Q, "cu_seqlens_k": CU_SEQLENS_K, "k2q_row_ptr": row_ptr, "k2q_q_indices": q_indices,
         "metadata": schedule.scheduler_metadata, **{name: getattr(schedule, name) for name in ARRAYS[1:]},
     }  # fmt: skip
 
@@ -128,9 +149,12 @@ DAMAGE = {
     "no such sequence": (lambda a: a["metadata"][0].__setitem__(4, 2), "scheduler_metadata: sequence: expected values"),
     "another sequence": (
         lambda a: a["metadata"][0].__setitem__(4, 1 - a["metadata"][0][4]),
-        "items of tokens of their",
+        "the sequence and the block of each item's",
     ),
-    "two blocks of a row": (lambda a: two_items(a)[1].__setitem__(5, 1 << 20), "one sequence and block for all items"),
+    "two blocks of a row": (
+        lambda a: two_items(a)[1].__setitem__(5, 1 << 20),
+        "the sequence and the block of each item's",
+    ),
     "too many items": (lambda a: a["work_count"].fill(1 << 20), "work_count: expected values from 0 to"),
     "a count": (lambda a: a["split_counts"][3].__iadd__(1), "split_counts: expected the number of entries"),
     "slots": (swap_slots, "split_entries: expected the entry of each split slot"),
@@ -248,3 +272,27 @@ def test_a_schedule_whose_totals_are_no_array_says_why_it_cannot_be_pickled():
             TypeError, match="Schedule with a walk plan in arrays of type DeviceArray cannot be pickled"
         ):
             refused(schedule)
+
+
+def walk_plan(seed, **options):
+    """The arguments of ``check_walk_plan`` for a schedule as it is made."""
+    row_ptr, q_indices, schedule = build(seed, **options)
+    return {
+        "qhead_per_kv": schedule.qhead_per_kv, "cu_seqlens_k": CU_SEQLENS_K, "k2q_row_ptr": row_ptr,
+        "k2q_q_indices": q_indices, "walk_blocks": schedule.walk_blocks, "walk_counts": schedule.walk_counts,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"total_rows": 9}, {"qhead_per_kv": 1}, {"qhead_per_kv": 16}], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_validation_takes_a_walk_plan_as_it_is_made_and_no_other(seed, options):
+    check_walk_plan(**walk_plan(seed, **options))
+    for column in range(3):  # a sequence, a block, tokens
+        arrays = walk_plan(seed, **options)
+        arrays["walk_blocks"][0, 0, 0, column] ^= 1
+        with pytest.raises(ValueError, match=r"^schedule\.walk_blocks: expected the blocks of each group"):
+            check_walk_plan(**arrays)
+    arrays = walk_plan(seed, **options)
+    arrays["walk_counts"][-1, -1] += 1
+    with pytest.raises(ValueError, match=r"^schedule\.walk_counts: expected the number of blocks"):
+        check_walk_plan(**arrays)
