@@ -6,7 +6,6 @@ import json
 import pickle
 import weakref
 
-import ml_dtypes
 import numpy as np
 import pytest
 from calls import Call
@@ -51,6 +50,7 @@ def test_a_schedule_of_another_selection_is_refused():
 @needs_simulator
 def test_a_schedule_of_a_csr_whose_rows_are_other_blocks_is_refused():
     """The bytes of both CSRs are the same: what differs is which sequence and block their rows are."""
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
 
     def made(blocks, cu_seqlens_k):
         q2k = np.tile(np.array([*blocks, -1], np.int32), (1, 4, 1))
@@ -61,7 +61,7 @@ def test_a_schedule_of_a_csr_whose_rows_are_other_blocks_is_refused():
     row_ptr, q_indices, schedule = made([0, 2, 3], one)
     same = made([0, 1, 2], other)
     assert schedule.csr_digest != same[2].csr_digest
-    q, k = (np.zeros((n, 1, 128), ml_dtypes.bfloat16) for n in (4, 1024))
+    q, k = (np.zeros((n, 1, 128), bfloat16) for n in (4, 1024))
     call = {"cu_seqlens_q": cu_q, "topk": 4}
     sparse_atten_func(q, k, k, row_ptr, q_indices, cu_seqlens_k=one, schedule=schedule, **call)
     with pytest.raises(ValueError, match="schedule: expected one for this"):
