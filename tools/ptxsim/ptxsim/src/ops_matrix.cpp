@@ -8,13 +8,14 @@ namespace {
 // in.n: 8x8 matrices; in.kind: 1 = transposed, 2 = 64-bit address. a[0] address, lists: data registers.
 // Lane 8 * i + r gives the address of row r of matrix i.
 void matrix_rows(Warp& w, const Instr& in, bool writing, uint8_t* rows[32]) {
-  Actor actor = w.actor();
   for (int l = 0; l < 8 * in.n; ++l) {
     w.lane = l;
+    Actor actor = w.actor(l);
     uint64_t address = lane_address(w, in, in.a[0], in.kind & 2, l);
     if (in.kind & 2 && resolve(Space::generic, address) != Space::shared && in.size == 0) throw SimError("matrix row outside shared memory");
     SharedPlace p = shared_place(w, static_cast<uint32_t>(address));
     rows[l] = p.cta->shared->at(p.address, 16, 16);
+    note_visit(w, l, *p.cta, actor);
     if (writing) p.cta->shared->note_write(p.address, 16, actor);
     else p.cta->shared->note_read(p.address, 16, actor);
   }

@@ -27,7 +27,7 @@ Warpgroup& warpgroup_of(Warp& w) {
     size_t first = static_cast<size_t>(w.index / 4 * 4);
     if (first + 4 > w.cta->warps.size()) throw SimError("wgmma in a warpgroup of less than four warps");
     for (size_t i = 0; i < 4; ++i) g.warps[i] = w.cta->warps[first + i].get();
-    g.agent = w.cta->cluster->agents.add(format("wgmma groups of warpgroup %d", w.index / 4), true);
+    g.agent = w.cta->cluster->agents->add(format("wgmma groups of warpgroup %d", w.index / 4), true, w.cta->rank);
   }
   return g;
 }
@@ -127,7 +127,7 @@ void own_registers(Warp& w, const Instr& in, uint32_t mark) {
     w.in_flight[static_cast<size_t>(numbers[i])] = kOwnedByWgmma;
     w.owned.emplace_back(mark, numbers[i]);
   }
-  w.in_flight_count = static_cast<int>(w.owned.size() + w.loading.size());
+  w.in_flight_count = static_cast<int>(w.owned.size()) + w.loading;
 }
 
 void mma_async(Warp& w, const Instr& in, uint32_t) {
@@ -139,15 +139,16 @@ void mma_async(Warp& w, const Instr& in, uint32_t) {
   uint64_t number = g.issued[rank]++;
   uint64_t a = in.kind & Kind::a_registers ? 0 : w.reg<uint64_t>(in.a[0])[0], b = w.reg<uint64_t>(in.a[1])[0];
   bool accumulate = w.pred(in.a[2]) & 1;
-  w.wgmma.agent = g.agent;
   if (number - g.finished == g.operations.size()) g.operations.push_back({&in, a, b, accumulate, w.at, 0, w.wgmma.mark});
   WgmmaOperation& op = g.operations[number - g.finished];
   if (op.in != &in || op.a != a || op.b != b || op.accumulate != accumulate || op.mark != w.wgmma.mark)
     throw SimError("convergence: the warps of a warpgroup issue different wgmma operations");
-  Actor actor{epoch(g.agent, op.mark), &w.clock, true, false, w.line()};
+  Actor actor = w.collective_actor();
+  actor.tag = epoch(g.agent, op.mark);
+  actor.async_proxy = true;
   if (!(in.kind & Kind::a_registers)) note_tile(*w.cta, tile_of(w, in, a, true), actor);
   note_tile(*w.cta, tile_of(w, in, b, false), actor);
-  ++w.wgmma.outstanding[op.mark];
+  w.wgmma.issued();
   if (w.machine->checking(kInFlightRegisters)) own_registers(w, in, op.mark);
   ++op.arrived;
   ++w.machine->progress;
@@ -172,7 +173,8 @@ void wait_group(Warp& w, const Instr& in, uint32_t) {
   }
   if (!mark) return;
   w.wgmma_fenced = false;
-  w.clock.see(w.wgmma.agent, mark, true);
+  uint32_t agent = warpgroup_of(w).agent;
+  w.for_sets(w.live, [&](LaneSet& s) { s.clock.seen.see(agent, mark); });
   // A register may belong to several operations: it is free when none of them is outstanding.
   std::vector<std::pair<uint32_t, int32_t>> still;
   for (auto& o : w.owned) {
@@ -181,7 +183,7 @@ void wait_group(Warp& w, const Instr& in, uint32_t) {
   }
   w.owned.swap(still);
   for (auto& o : w.owned) w.in_flight[static_cast<size_t>(o.second)] = kOwnedByWgmma;
-  w.in_flight_count = static_cast<int>(w.owned.size() + w.loading.size());
+  w.in_flight_count = static_cast<int>(w.owned.size()) + w.loading;
 }
 
 void decode_mma(Decoder& d) {
@@ -252,8 +254,8 @@ bool registers_ready(Warp& w, const Instr& in) {
   if (in.fn == mma_async) return true;  // operations of a warpgroup follow one another in order
   const int32_t* uses = w.program->lists.data() + in.uses;
   for (int i = 0; i < in.use_count; ++i) {
-    uint8_t owner = w.in_flight[static_cast<size_t>(uses[i])];
-    if (owner == kOwnedByLoad) return finish_tensor_loads(w);
+    uint32_t owner = w.in_flight[static_cast<size_t>(uses[i])];
+    if (owner >= kOwnedByLoad) return wait_for_load(w);
     if (owner)
       throw SimError(format("in_flight_registers: %s belongs to a wgmma that was not waited for", w.program->function->registers[static_cast<size_t>(uses[i])].name.c_str()));
   }
