@@ -9,6 +9,8 @@ TYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "tf32": torch.float32,
+    "s8": torch.int8,
+    "u8": torch.uint8,
 }
 # Types below 8 bits: bits of the exponent and the mantissa, and the exponent's bias. Sixteen elements lie at the
 # beginning of 16 bytes, and padding follows; those of the packed one follow one another.
@@ -66,7 +68,12 @@ def random_matrix(rows, columns, name, seed) -> tuple[np.ndarray, np.ndarray]:
         table = every_value(name)
         values = table[np.random.default_rng(seed).integers(0, len(table), (rows, columns))]
         return values, raw_bytes(values, name)
-    values = torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32))
+    rng = np.random.default_rng(seed)
+    if name in ("s8", "u8"):
+        first = -128 if name == "s8" else 0
+        values = rng.integers(first, first + 256, (rows, columns)).astype(np.float32)
+        return values, raw_bytes(values, name)
+    values = torch.from_numpy(rng.normal(size=(rows, columns)).astype(np.float32))
     if name == "tf32":
         values = (values.view(torch.int32) & ~0x1FFF).view(torch.float32)
     values = values.to(TYPES[name]).float().numpy()

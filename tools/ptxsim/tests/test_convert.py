@@ -66,7 +66,7 @@ def interesting(name) -> np.ndarray:
 
 
 def same(code, name, want, relu=False):
-    """Codes whose values are the wanted ones; zeros by their sign too, save with .relu, where the ISA does not say it."""
+    """Codes whose values are the wanted ones; zeros by their sign too, but with .relu."""
     got = values(code, name)
     np.testing.assert_array_equal(got, want)
     if not relu:

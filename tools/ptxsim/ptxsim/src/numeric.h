@@ -114,4 +114,10 @@ inline uint16_t float_to_f16(float f) { return static_cast<uint16_t>(encode(kF16
 // Unsigned power-of-two scale, 2^(bits - 127); 0xff is NaN.
 inline float ue8m0_to_float(uint8_t b) { return b == 0xff ? from_bits(0x7fffffffu) : std::ldexp(1.0f, b - 127); }
 
+// What a sum of integers becomes in 32 bits: the nearest number, or the low bits.
+inline int32_t integer_sum(int64_t v, bool saturate) {
+  if (saturate) v = v < INT32_MIN ? INT32_MIN : v > INT32_MAX ? INT32_MAX : v;
+  return static_cast<int32_t>(v);
+}
+
 }  // namespace ptxsim

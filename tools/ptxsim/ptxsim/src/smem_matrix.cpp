@@ -62,14 +62,13 @@ namespace {
 
 const Format& narrow_format(Element type) { return type == Element::e2m3 ? kE2m3 : type == Element::e3m2 ? kE3m2 : kE2m1; }
 
-// Element `e`, of `bits` bits, of those that follow one another from `from` on.
+}  // namespace
+
 uint32_t element_at(const uint8_t* from, uint32_t e, uint32_t bits) {
   uint32_t at = e * bits, both = from[at / 8];
   if (at % 8 + bits > 8) both |= static_cast<uint32_t>(from[at / 8 + 1]) << 8;
   return both >> at % 8 & ((1u << bits) - 1);
 }
-
-}  // namespace
 
 void decode_containers(Element type, const uint8_t* from, uint32_t bytes, float* to) {
   if (!is_padded(type)) return decode_elements(type, from, bytes, to);
@@ -99,6 +98,8 @@ void decode_elements(Element type, const uint8_t* from, uint32_t bytes, float* t
       case Element::bf16: to[e] = bf16_to_float(static_cast<uint16_t>(bits)); break;
       case Element::e4m3: to[e] = e4m3[bits]; break;
       case Element::e5m2: to[e] = e5m2[bits]; break;
+      case Element::s8: to[e] = static_cast<int8_t>(bits); break;
+      case Element::u8: to[e] = static_cast<float>(bits); break;
       default: to[e] = from_bits(bits & ~0x1fffu); break;  // tf32
     }
   }
