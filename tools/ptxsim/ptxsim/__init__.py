@@ -44,6 +44,7 @@ class _Arguments(ctypes.Structure):
         ("checks", ctypes.c_uint32),
         ("resident", ctypes.c_uint32),
         ("max_steps", ctypes.c_uint64),
+        ("chip_accuracy", ctypes.c_uint32),
         ("stop", ctypes.POINTER(ctypes.c_uint32)),
     ]
 
@@ -184,6 +185,7 @@ class Module:
         off: Iterable[str] = (),
         resident: int = 8,
         max_steps: int = 0,
+        accuracy: str = "exact",
     ) -> Statistics:
         """Run a kernel to its end.
 
@@ -195,6 +197,8 @@ class Module:
         seed: chooses the interleaving of warps and the moments at which asynchronous operations take effect.
         checks: names of the checks to make (default: all, see CHECKS); off: names to leave out.
         resident: how many CTAs run at the same time. max_steps: stop after so many warp instructions; 0: never.
+        accuracy: "exact" computes approximate functions and the sums of tensor cores as well as the host can; "chip"
+            gives the former errors up to what the PTX ISA documents, and forms the latter as Hopper's mma and wgmma do.
 
         Raises SimulationError with kernel, PTX line, CTA, warp, lane and address.
         """
@@ -207,6 +211,8 @@ class Module:
         if not isinstance(params, (bytes, bytearray)):
             params = _pack(params, self.kernels[kernel], kernel)
         names = (set(CHECKS) if checks is None else set(checks)) - set(off)
+        if accuracy not in ("exact", "chip"):
+            raise ValueError(f"accuracy is exact or chip, not {accuracy}")
         if unknown := (names | set(off)) - set(CHECKS):
             raise ValueError(f"no checks named {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
         arrays = list(memory)
@@ -223,6 +229,7 @@ class Module:
             checks=sum(1 << CHECKS.index(name) for name in names),
             resident=resident,
             max_steps=max_steps,
+            chip_accuracy=accuracy == "chip",
             stop=ctypes.pointer(stop),
         )
         statistics = _Statistics()

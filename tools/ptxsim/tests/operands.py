@@ -85,6 +85,28 @@ def swizzled(address, swizzle):
     return address ^ (address >> 7 & (1 << swizzle) - 1) << 4
 
 
+LEAST_EXPONENT = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}  # of the normal numbers
+
+
+def fused_sum(a, b, c, a_name, b_name, fraction, half=False) -> np.ndarray:
+    """c + a @ b.T as Hopper's tensor cores form it (MMA-Sim, arXiv 2511.10909), float64.
+
+    Every product and c are cut off ``fraction`` bits below the largest exponent among them, where subnormal numbers
+    have the exponent of the smallest normal one; the exact sum of what remains is cut to the bits of the result.
+    """
+
+    def exponent(x, least):
+        return np.where(x == 0, -126, np.maximum(np.frexp(x)[1] - 1, least))
+
+    a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
+    least, kept = (-14, 10) if half else (-126, min(fraction, 23))
+    tops = exponent(a, LEAST_EXPONENT[a_name])[:, None] + exponent(b, LEAST_EXPONENT[b_name])[None]
+    unit = 2.0 ** (np.maximum(tops.max(-1), exponent(c, least)) - fraction)
+    total = (np.trunc(c / unit) + np.trunc(a[:, None] * b[None] / unit[..., None]).sum(-1)) * unit
+    last = 2.0 ** (exponent(total, least) - kept)
+    return (np.rint if half else np.trunc)(total / last) * last
+
+
 def k_major_offsets(raw, swizzle, lead, stride) -> np.ndarray:
     """Offsets of each byte of a [rows, bytes of K] operand: canonical K-major layout, 8-row core matrices."""
     row, byte = np.meshgrid(*map(np.arange, raw.shape), indexing="ij")

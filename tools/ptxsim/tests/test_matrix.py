@@ -170,8 +170,10 @@ def accumulators_of(name, n):
 def wgmma(n, name, swizzle, a_source="shared", a_mn=False, b_mn=False, scale_a=1, seed=0, **options):
     """Runs one wgmma of random operands; returns its result and the exact or float32 sum of C and the product.
 
-    options: b_name (another type for B), scale_d, satfinite; the others go to the launch.
+    options: b_name (another type for B), scale_d, satfinite, sum_of (what to return for A, B and C instead); the others
+    go to the launch.
     """
+    sum_of = options.pop("sum_of", None)
     b_name = options.pop("b_name", name)
     scale_d = options.pop("scale_d", True)
     satfinite = ".satfinite" if options.pop("satfinite", False) else ""
@@ -216,6 +218,8 @@ def wgmma(n, name, swizzle, a_source="shared", a_mn=False, b_mn=False, scale_a=1
       {" ".join(f"st.global.b32 [%d11+{512 * i}], {r};" for i, r in enumerate(d))}"""
     module = kernel(body, 3, f".shared .align 1024 .b8 tile[{len(image)}];")
     module.launch(grid=1, block=128, params=arrays, memory=arrays, seed=seed, **options)
+    if sum_of:
+        return accumulators, sum_of(a, b, c)[rows, columns]
     product = a.astype(np.int64) @ b.T.astype(np.int64) if integer else scale_a * (a @ b.T)
     return accumulators, (product + c if scale_d else product)[rows, columns]
 
@@ -273,6 +277,24 @@ def test_wgmma_of_integers_wraps_or_saturates(n, name, b_name, swizzle, a_source
     assert np.any(want != want.astype(np.int32)) == scale_d  # some sums overflow
     want = np.clip(want, -(2**31), 2**31 - 1) if satfinite else want
     np.testing.assert_array_equal(got, want.astype(np.int32))
+
+
+@pytest.mark.parametrize("a_source", ["shared", "registers"])
+@pytest.mark.parametrize(
+    "name, b_name, fraction",
+    [("f16", "f16", 25), ("bf16", "bf16", 25), ("tf32", "tf32", 25), ("e4m3", "e4m3", 13), ("e5m2", "e4m3", 13)],
+)
+def test_wgmma_cuts_its_sums_as_the_chip_does(name, b_name, fraction, a_source):
+    """Of 8-bit types 13 bits after the largest exponent are kept, of the others 25; only if told to."""
+
+    def sum_of(a, b, c):
+        return operands.fused_sum(a, b, c, name, b_name, fraction)
+
+    got, want = wgmma(32, name, 2, a_source, b_name=b_name, accuracy="chip", sum_of=sum_of)
+    np.testing.assert_array_equal(got, want.astype(np.float32))
+    _, exact = wgmma(32, name, 2, a_source, b_name=b_name, sum_of=lambda a, b, c: c + a.astype(np.float64) @ b.T)
+    errors = abs(got - exact) / abs(exact).max()
+    assert 2.0 ** (-fraction - 1) < errors.max() < 2.0 ** (4 - fraction) + 2.0**-23
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import ptxsim
 import pytest
-from operands import random_matrix
+from operands import fused_sum, random_matrix
 from ptx import lanes
 
 GROUP, THREAD = np.arange(32) // 4, np.arange(32) % 4
@@ -28,8 +28,8 @@ def matrix(rows, k, name, seed):
     return values.astype(np.int64) if name in INTEGERS else values, words
 
 
-def run(shape, name, b_name, sum_, c, modifiers="", suffix=""):
-    """D of one mma of random A and B, and their product exactly (or in float64)."""
+def run(shape, name, b_name, sum_, c, modifiers="", suffix="", product_of=None, **options):
+    """D of one mma of random A and B, and product_of(A, B): their product, exactly or in float64, unless told."""
     m, k = int(shape[1 : shape.index("n")]), int(shape[shape.index("k") + 1 :])
     a, a_words = matrix(m, k, name, 1)
     b, b_words = matrix(8, k, b_name, 2)  # stored by column of B
@@ -48,11 +48,13 @@ def run(shape, name, b_name, sum_, c, modifiers="", suffix=""):
     d = ", ".join(f"%o{i}" for i in range(len(c_registers)))
     text = f"mma.sync.aligned.{shape}.row.col{modifiers}.{sum_}.{name}.{b_name}.{sum_}{suffix} {{{d}}}, "
     text += ", ".join(f"{{{part}}}" for part in operands) + ";"
-    got = np.stack(lanes(text, registers, [c_registers.dtype] * len(c_registers)))
+    got = np.stack(lanes(text, registers, [c_registers.dtype] * len(c_registers), **options))
     if sum_ == "f16":
         got = got.view(np.float16).reshape(2, 32, 2).transpose(0, 2, 1).reshape(4, 32)
     result = np.zeros_like(c)
     result[rows, columns] = got
+    if product_of:
+        return result, product_of(a, b)
     exact = np.int64 if name in INTEGERS else np.float64
     return result, a.astype(exact) @ b.T.astype(exact)
 
@@ -97,10 +99,26 @@ def test_mma_of_integers_wraps_or_saturates(shape, bits, a_sign, b_sign, satfini
     np.testing.assert_array_equal(got, want.astype(np.int32))
 
 
-def test_infinity_and_nan_go_through_mma():
+@pytest.mark.parametrize("shape, name, b_name, sum_", HALF + TF32 + FP8)
+def test_mma_cuts_its_sums_as_the_chip_does(shape, name, b_name, sum_):
+    c = (np.random.default_rng(3).normal(size=(16, 8)) * 100).astype(ACCUMULATORS[sum_])
+
+    def product_of(a, b):
+        return fused_sum(a, b, c, name, b_name, 25, sum_ == "f16")
+
+    got, want = run(shape, name, b_name, sum_, c, product_of=product_of, accuracy="chip")
+    np.testing.assert_array_equal(got, want.astype(ACCUMULATORS[sum_]))
+    nearest, product = run(shape, name, b_name, sum_, c)
+    if sum_ == "f32":  # all are cut towards zero
+        assert np.all(abs(got) <= abs(product + c) + 1e-4)
+        assert np.any(got != nearest)
+
+
+@pytest.mark.parametrize("accuracy", ["exact", "chip"])
+def test_infinity_and_nan_go_through_mma(accuracy):
     c = np.zeros((16, 8))
     c[0, 0], c[1, 1] = np.inf, np.nan
-    got, _ = run("m16n8k16", "f16", "f16", "f32", c)
+    got, _ = run("m16n8k16", "f16", "f16", "f32", c, accuracy=accuracy)
     assert np.isposinf(got[0, 0])
     assert np.isnan(got[1, 1])
     assert np.isfinite(got).sum() == 126

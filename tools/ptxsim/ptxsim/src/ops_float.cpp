@@ -1,9 +1,11 @@
 // Floating-point arithmetic in every width, and the opcodes that it shares with integers.
 // The 16-bit formats compute in float32 (fma in float64) and round once. Approximate functions (ex2.approx, rcp.approx,
 // ...) are computed as well as the host can: the hardware's few units in the last place are not modelled.
+#include <algorithm>
 #include <cfenv>
 #include <cmath>
 
+#include "ops_approximate.h"
 #include "lanes.h"
 #include "numeric.h"
 
@@ -275,15 +277,19 @@ void neg_abs(Decoder& d, bool absolute) {
   else d.in.fn = absolute ? unary<Abs32, uint32_t, uint32_t> : unary<Neg32, uint32_t, uint32_t>;
 }
 
-template <class Op>
+template <class Op, Approximate kFunction>
 void function(Decoder& d) {
   Type t = d.type();
+  const auto& opcode = d.source->opcode;
+  auto has = [&](const char* modifier) { return std::find(opcode.begin(), opcode.end(), modifier) != opcode.end(); };
   if (is_half(t)) {
+    if (kFunction != Approximate::ex2 && kFunction != Approximate::tanh) d.fail("type ." + t.name);
     d.drop({"approx", "ftz"});
     half_width<Op, 1>(d, t);
   } else {
     full_width<Op, 1>(d, t);
   }
+  if (has("approx") && t.name != "f64") allow_errors(d, kFunction, t, has("ftz"));
 }
 
 // ---- comparison ----
@@ -487,14 +493,14 @@ void register_float(OpcodeTable& table) {
   table["max"] = min_max<true>;
   table["neg"] = [](Decoder& d) { neg_abs(d, false); };
   table["abs"] = [](Decoder& d) { neg_abs(d, true); };
-  table["rcp"] = function<Rcp>;
-  table["sqrt"] = function<Sqrt>;
-  table["rsqrt"] = function<Rsqrt>;
-  table["ex2"] = function<Ex2>;
-  table["lg2"] = function<Lg2>;
-  table["sin"] = function<Sin>;
-  table["cos"] = function<Cos>;
-  table["tanh"] = function<Tanh>;
+  table["rcp"] = function<Rcp, Approximate::rcp>;
+  table["sqrt"] = function<Sqrt, Approximate::sqrt>;
+  table["rsqrt"] = function<Rsqrt, Approximate::rsqrt>;
+  table["ex2"] = function<Ex2, Approximate::ex2>;
+  table["lg2"] = function<Lg2, Approximate::lg2>;
+  table["sin"] = function<Sin, Approximate::sin>;
+  table["cos"] = function<Cos, Approximate::cos>;
+  table["tanh"] = function<Tanh, Approximate::tanh>;
   table["copysign"] = [](Decoder& d) { full_width<CopySign, 2>(d, d.type()); };
   table["testp"] = [](Decoder& d) {
     static const char* const names[] = {"finite", "infinite", "number", "notanumber", "normal", "subnormal"};

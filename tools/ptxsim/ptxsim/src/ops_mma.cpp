@@ -4,6 +4,7 @@
 
 #include "decode.h"
 #include "numeric.h"
+#include "smem_matrix.h"
 
 namespace ptxsim {
 namespace {
@@ -61,9 +62,8 @@ void write_accumulator(Warp& w, const Instr& in, const int32_t* registers, int l
   }
 }
 
-// Row and column of element `i` of an accumulator.
-int row_of(int lane, int i) { return lane / 4 + 8 * (i / 2); }
-int column_of(int lane, int i) { return 2 * (lane % 4) + i % 2; }
+// Where element `i` of a lane's accumulators lies in the matrix of eight columns.
+int place_of(int lane, int i) { return (lane / 4 + 8 * (i / 2)) * 8 + 2 * (lane % 4) + i % 2; }
 
 // Sums are of type T: float64 holds those of integers exactly.
 template <class T>
@@ -75,24 +75,28 @@ void mma(Warp& w, const Instr& in, uint32_t) {
   const int32_t* A = D + accumulator_registers(in);
   const int32_t* B = A + a_registers;
   const int32_t* C = B + b_registers;
-  T a[16][64], b[64][8], c[16][8];
+  T a[16 * 64], b[64 * 8], c[16 * 8];
   for (int l = 0; l < kLanes; ++l) {
     int group = l / 4, thread = l % 4;
     for (int r = 0; r < a_registers; ++r)
       for (int e = 0; e < per; ++e)
-        a[group + 8 * (r % row_groups)][(r / row_groups * 4 + thread) * per + e] = element<T>(w, A, l, r * per + e, type_a(in));
+        a[(group + 8 * (r % row_groups)) * k + (r / row_groups * 4 + thread) * per + e] = element<T>(w, A, l, r * per + e, type_a(in));
     for (int r = 0; r < b_registers; ++r)
-      for (int e = 0; e < per; ++e) b[(r * 4 + thread) * per + e][group] = element<T>(w, B, l, r * per + e, type_b(in));
-    for (int i = 0; i < m / 4; ++i) c[row_of(l, i)][column_of(l, i)] = read_accumulator<T>(w, in, C, l, i);
+      for (int e = 0; e < per; ++e) b[((r * 4 + thread) * per + e) * 8 + group] = element<T>(w, B, l, r * per + e, type_b(in));
+    for (int i = 0; i < m / 4; ++i) c[place_of(l, i)] = read_accumulator<T>(w, in, C, l, i);
   }
-  for (int i = 0; i < m; ++i)
-    for (int kk = 0; kk < k; ++kk)
-      for (int n = 0; n < 8; ++n) {
-        if constexpr (std::is_same<T, double>::value) c[i][n] = std::fma(a[i][kk], b[kk][n], c[i][n]);
-        else c[i][n] += a[i][kk] * b[kk][n];
-      }
+  if constexpr (std::is_same<T, double>::value) {
+    for (int i = 0; i < m; ++i)
+      for (int kk = 0; kk < k; ++kk)
+        for (int n = 0; n < 8; ++n) c[i * 8 + n] = std::fma(a[i * k + kk], b[kk * 8 + n], c[i * 8 + n]);
+  } else if (w.machine->launch.chip_accuracy) {
+    Fusion fusion{25, 1 - type_a(in).format->bias, 1 - type_b(in).format->bias, accumulator(in) == kF16Sum};
+    multiply_fused(c, a, b, static_cast<uint32_t>(m), 8, static_cast<uint32_t>(k), fusion);
+  } else {
+    multiply(c, a, b, static_cast<uint32_t>(m), 8, static_cast<uint32_t>(k));
+  }
   for (int l = 0; l < kLanes; ++l)
-    for (int i = 0; i < m / 4; ++i) write_accumulator(w, in, D, l, i, c[row_of(l, i)][column_of(l, i)]);
+    for (int i = 0; i < m / 4; ++i) write_accumulator(w, in, D, l, i, c[place_of(l, i)]);
 }
 
 bool shape_exists(const Multiplicand& a, const Multiplicand& b, int m, int k) {

@@ -1,6 +1,7 @@
 #include "smem_matrix.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "numeric.h"
 #include "tensor_map.h"
@@ -144,6 +145,40 @@ void multiply(float* d, const float* a, const float* b, uint32_t m, uint32_t n, 
       for (uint32_t j = 0; j < n; ++j) row[j] += x * y[j];
     }
   }
+}
+
+void multiply_fused(float* d, const float* a, const float* b, uint32_t m, uint32_t n, uint32_t k, const Fusion& fusion) {
+  constexpr int kLeast = -126;  // of float32, and the exponent of zero
+  auto exponents = [](const float* x, uint32_t count, int least) {
+    std::vector<int> e(count);
+    for (uint32_t i = 0; i < count; ++i) e[i] = x[i] == 0 || !std::isfinite(x[i]) ? kLeast : std::max(std::ilogb(x[i]), least);
+    return e;
+  };
+  const int least = fusion.half ? -14 : kLeast, kept = fusion.half ? 10 : std::min(23, fusion.fraction);
+  std::vector<int> ea = exponents(a, m * k, fusion.least_a), eb = exponents(b, k * n, fusion.least_b), ed = exponents(d, m * n, least);
+  for (uint32_t i = 0; i < m; ++i)
+    for (uint32_t j = 0; j < n; ++j) {
+      float& sum = d[i * n + j];
+      double plain = sum;
+      int top = ed[i * n + j];
+      for (uint32_t kk = 0; kk < k; ++kk) {
+        plain += double{a[i * k + kk]} * b[kk * n + j];
+        top = std::max(top, ea[i * k + kk] + eb[kk * n + j]);
+      }
+      if (!std::isfinite(plain)) {
+        sum = static_cast<float>(plain);
+        continue;
+      }
+      double unit = std::ldexp(1.0, top - fusion.fraction), total = std::trunc(sum / unit);
+      for (uint32_t kk = 0; kk < k; ++kk) total += std::trunc(double{a[i * k + kk]} * b[kk * n + j] / unit);
+      total *= unit;
+      if (total == 0) {
+        sum = 0;
+        continue;
+      }
+      double last = std::ldexp(1.0, std::max(std::ilogb(total), least) - kept);
+      sum = static_cast<float>((fusion.half ? std::nearbyint(total / last) : std::trunc(total / last)) * last);
+    }
 }
 
 void multiply_scaled(float* d, const float* a, const float* b, const float* scale_a, const float* scale_b, uint32_t m, uint32_t n, uint32_t k, uint32_t blocks) {

@@ -85,7 +85,10 @@ void perform(Warpgroup& g, const WgmmaOperation& op) {
   bool integer = in.kind & Kind::integer;
   if (op.accumulate && !integer)
     for_each_accumulator(g, in, [&](uint32_t at, float* f, uint16_t* h) { d[at] = f ? *f : f16_to_float(*h); });
-  multiply(d.data(), a.data(), b.data(), 64, n, k);
+  bool chip = w.machine->launch.chip_accuracy && !integer;
+  Fusion fusion{k == 32 ? 13 : 25, least_exponent(Kind::a(in.kind)), least_exponent(Kind::b(in.kind)), (in.kind & Kind::half) != 0};
+  if (chip) multiply_fused(d.data(), a.data(), b.data(), 64, n, k, fusion);
+  else multiply(d.data(), a.data(), b.data(), 64, n, k);
   for_each_accumulator(g, in, [&](uint32_t at, float* f, uint16_t* h) {
     if (h) {
       *h = float_to_f16(d[at]);
