@@ -44,6 +44,7 @@ class _Arguments(ctypes.Structure):
         ("checks", ctypes.c_uint32),
         ("resident", ctypes.c_uint32),
         ("max_steps", ctypes.c_uint64),
+        ("chip_accuracy", ctypes.c_uint32),
         ("stop", ctypes.POINTER(ctypes.c_uint32)),
         ("stream", ctypes.c_void_p),
         ("dependent", ctypes.c_uint32),
@@ -198,6 +199,7 @@ class Module:
         max_steps: int = 0,
         stream: Stream | None = None,
         dependent: bool = False,
+        accuracy: str = "exact",
     ) -> Statistics:
         """Run a kernel to its end.
 
@@ -212,6 +214,8 @@ class Module:
         stream: launches of one stream follow one another; the checks know what earlier ones wrote and read.
         dependent: launched with programmatic stream serialisation, so that nothing of the launch before it may be relied
             on until ``griddepcontrol.wait``.
+        accuracy: "exact" computes approximate functions and the sums of tensor cores as well as the host can; "chip"
+            gives the former errors up to what the PTX ISA documents, and forms the latter as Hopper's mma and wgmma do.
 
         Raises SimulationError with kernel, PTX line, CTA, warp, lane and address.
         """
@@ -224,6 +228,8 @@ class Module:
         if not isinstance(params, (bytes, bytearray)):
             params = _pack(params, self.kernels[kernel], kernel)
         names = (set(CHECKS) if checks is None else set(checks)) - set(off)
+        if accuracy not in ("exact", "chip"):
+            raise ValueError(f"accuracy is exact or chip, not {accuracy}")
         if unknown := (names | set(off)) - set(CHECKS):
             raise ValueError(f"no checks named {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
         arrays = list(memory)
@@ -240,6 +246,7 @@ class Module:
             checks=sum(1 << CHECKS.index(name) for name in names),
             resident=resident,
             max_steps=max_steps,
+            chip_accuracy=accuracy == "chip",
             stop=ctypes.pointer(stop),
             stream=stream._handle if stream else None,
             dependent=dependent,

@@ -57,6 +57,7 @@ struct ptxsim_launch_arguments {
   uint32_t checks;
   uint32_t resident;
   uint64_t max_steps;
+  uint32_t chip_accuracy;
   const volatile uint32_t* stop;
   void* stream;        // of ptxsim_new_stream; null: the launch stands alone
   uint32_t dependent;
@@ -112,6 +113,7 @@ int ptxsim_launch(void* module, const char* kernel, const ptxsim_launch_argument
     launch.checks = arguments->checks;
     launch.resident = arguments->resident;
     launch.max_steps = arguments->max_steps;
+    launch.chip_accuracy = arguments->chip_accuracy;
     launch.stop = arguments->stop;
     launch.dependent = arguments->dependent;
     Stream own;

@@ -310,6 +310,7 @@ struct Launch {
   uint32_t checks;
   uint32_t resident;      // CTAs that run at the same time
   uint64_t max_steps;     // warp instructions; 0: no limit
+  bool chip_accuracy;     // approximations and sums of tensor cores with the errors that chips make
   const volatile uint32_t* stop;  // the run ends soon after this is not 0
   bool dependent;         // starts before the launches before it have ended, as programmatic dependent launch allows
 };
