@@ -208,6 +208,7 @@ void Machine::start_warp(Warp& w) {
   }
   w.local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0);
   w.in_flight.assign(program.register_slot.size(), 0);
+  if (!program.behind.empty()) w.wgmma_registers.resize(program.register_slot.size());
 }
 
 void Machine::start_cluster(uint64_t number) {

@@ -52,6 +52,7 @@ struct Program {
   std::vector<Constant> constants;
   struct Special { Slot slot; std::string name; };
   std::vector<Special> specials;
+  std::vector<Handler> behind;  // of kernels with wgmma, by instruction: what watch_wgmma_registers put its own handler before
   uint32_t dynamic_begin = 0;   // where dynamic shared memory starts
   uint32_t local_bytes = 0;     // of one thread
 };
@@ -111,6 +112,13 @@ struct NamedBarrier {
 
 constexpr uint8_t kOwnedByWgmma = 1, kOwnedByLoad = 2;  // registers of operations that are not complete
 
+// What happened to a register that some wgmma of the kernel names. Times count the warp's wgmma.fence; 0: never.
+struct WgmmaRegister {
+  uint32_t touched = 0;  // by another instruction
+  uint32_t used = 0;     // by a wgmma
+  uint32_t shape = 0;    // of that wgmma, where this was an accumulator; 0: where it held a part of A
+};
+
 struct Warpgroup;
 struct TensorMemory;
 
@@ -153,7 +161,8 @@ struct Warp {
   Pipeline tensor_core, tensor_load, tensor_store;
   // cp.async.mbarrier.arrive: done once every copy up to the mark has taken effect.
   std::vector<std::pair<uint32_t, std::function<void()>>> after_copies;
-  bool wgmma_fenced = false;
+  uint32_t wgmma_fences = 0;
+  std::vector<WgmmaRegister> wgmma_registers;  // by register number; empty where the kernel has no wgmma
   std::vector<uint8_t> in_flight;  // by register number: kOwnedByWgmma, kOwnedByLoad or 0
   std::vector<std::pair<uint32_t, int32_t>> owned;  // by wgmma: mark of the operation, register number
   std::vector<int32_t> loading;                     // by tcgen05.ld
@@ -283,6 +292,9 @@ void check_copies_waited_for(Warp& warp);
 
 // Gives every variable of the module its address; before any decode.
 void place_variables(Module& module);
+
+// Has every instruction that names a register of a wgmma note that it ran. Kernels without wgmma stay as they are.
+void watch_wgmma_registers(Program& program);
 
 // Decodes one kernel. Throws SimError at an instruction, modifier or operand that is not known.
 Program decode(const Module& module, const Function& function);
