@@ -1,7 +1,7 @@
 // Loads, stores, atomics, prefetch and address queries.
 #include <cmath>
 
-#include "access.h"
+#include "async.h"
 #include "numeric.h"
 
 namespace ptxsim {
@@ -365,9 +365,9 @@ void nothing(Warp&, const Instr&, uint32_t) {}
 void register_memory(OpcodeTable& table) {
   table["ld"] = [](Decoder& d) { decode_access(d, true); };
   table["ldu"] = table["ld"];
-  table["st"] = [](Decoder& d) { decode_access(d, false); };
+  table["st"] = [](Decoder& d) { d.take("async") ? decode_remote(d, false) : decode_access(d, false); };
   table["atom"] = [](Decoder& d) { decode_atomic(d, true); };
-  table["red"] = [](Decoder& d) { decode_atomic(d, false); };
+  table["red"] = [](Decoder& d) { d.take("async") ? decode_remote(d, true) : decode_atomic(d, false); };
   table["mapa"] = [](Decoder& d) {
     bool shared = d.take("shared::cluster");
     Type t = d.type();
