@@ -27,6 +27,10 @@ int take_reduction_type(Decoder& d, int reduction, bool shared);
 // Moves or reduces `bytes`.
 void deliver(int reduction, int type, uint8_t* to, const uint8_t* from, uint32_t bytes);
 
+// Stops where the tensor map at `address` was changed and the warp can not know yet that its CTA has acquired the change.
+void check_map_acquired(Warp& w, uint64_t address);
+void decode_tensormap_fence(Decoder& d);  // fence.proxy.tensormap::generic; ops_tensormap
+
 // st.async and red.async; ops_remote.
 void decode_remote(Decoder& d, bool reduce);
 

@@ -167,6 +167,7 @@ struct Warp {
   std::vector<std::pair<uint32_t, int32_t>> owned;  // by wgmma: mark of the operation, register number
   std::vector<int32_t> loading;                     // by tcgen05.ld
   int in_flight_count = 0;
+  std::vector<uint64_t> changed_maps;  // tensor maps in global memory that it has yet to release
 
   template <class T> T* reg(Slot slot) { return reinterpret_cast<T*>(file.data() + slot); }
   uint32_t& pred(Slot slot) { return *reinterpret_cast<uint32_t*>(file.data() + slot); }
@@ -195,6 +196,16 @@ struct Warp {
   void wake_from_tensor_wait();
 };
 
+// A tensor map in global memory that the kernel changed; `number` tells one change from the next.
+struct ChangedMap {
+  uint64_t number;
+  bool released;  // by a fence.proxy.tensormap::generic.release of the warp that changed it
+};
+struct AcquiredMap {
+  uint64_t number;
+  uint32_t by;  // epoch of the fence.proxy.tensormap::generic.acquire
+};
+
 struct Cta {
   Cluster* cluster = nullptr;
   uint32_t rank = 0;                    // within the cluster
@@ -206,6 +217,8 @@ struct Cta {
   std::vector<std::unique_ptr<Warpgroup>> warpgroups;
   std::unique_ptr<TensorMemory> tensor;
   std::map<uint32_t, Clock> released;   // by address: what strong writes there have released
+  std::unordered_map<uint64_t, AcquiredMap> acquired_maps;  // by address
+  bool saw_no_cluster_left = false;     // a request of clusterlaunchcontrol.try_cancel failed, and the CTA knows
   int live_warps = 0;
   Cta();
   ~Cta();
@@ -254,6 +267,8 @@ struct Machine {
   void issue(Warp& issuer, int at, std::function<void()> effect);  // at: the instruction, for reports
   void make_runnable(Warp* warp);
   void warp_exited(Warp& warp);
+  // Takes a cluster that has not started out of the grid; its first CTA's number goes to `first`. False: none is left.
+  bool cancel_cluster(uint32_t* first);
 
   const Module& module;
   const Program& program;
@@ -263,11 +278,13 @@ struct Machine {
   uint64_t steps = 0;      // warp instructions
   uint64_t lane_steps = 0; // thread instructions
   std::vector<uint8_t> executed;  // by instruction: some lane has executed it
+  std::unordered_map<uint64_t, ChangedMap> changed_maps;  // by address
   uint64_t progress = 0;   // changes whenever something happens that another warp may wait for
   Warp* running = nullptr;
 
  private:
   void start_cluster(uint64_t number);
+  void first_cta(uint64_t cluster, uint32_t* id) const;
   void start_warp(Warp& warp);
   void run_warp(Warp& warp, uint32_t quantum);
   void fire_next();

@@ -40,6 +40,8 @@ const OpcodeTable& opcodes() {
     register_matrix(t);
     register_sync(t);
     register_async(t);
+    register_cluster(t);
+    register_tensormap(t);
     register_wgmma(t);
     register_tcgen05(t);
     return t;

@@ -81,6 +81,8 @@ void register_warp(OpcodeTable& table);
 void register_matrix(OpcodeTable& table);
 void register_sync(OpcodeTable& table);
 void register_async(OpcodeTable& table);
+void register_cluster(OpcodeTable& table);
+void register_tensormap(OpcodeTable& table);
 void register_wgmma(OpcodeTable& table);
 void register_tcgen05(OpcodeTable& table);
 

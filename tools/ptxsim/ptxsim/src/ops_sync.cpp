@@ -1,5 +1,5 @@
 // Named barriers, cluster barriers, mbarriers and fences.
-#include "sync.h"
+#include "async.h"
 
 namespace ptxsim {
 
@@ -72,6 +72,8 @@ namespace {
 // ---- mbarrier ----
 enum Mbar { init, inval, arrive, arrive_drop, expect_tx, complete_tx, test_wait, try_wait };
 struct Kind {
+  // What mbarrier.arrive returns: the phase, above it the arrivals that were pending, and whether it was a .noComplete.
+  static constexpr int state_pending = 32, state_no_complete = 63;
   static constexpr int wide = 4, relaxed = 8, expecting = 16, parity = 32, no_complete = 64;
   static Space space(int kind) { return static_cast<Space>(kind & 3); }
 };
@@ -123,7 +125,10 @@ void mbar_arrive(Warp& w, const Instr& in, uint32_t mask) {
     SharedPlace p = lane_place(w, in, l);
     Mbarrier& b = find_mbarrier(w, p);
     uint32_t operand = in.a[2] >= 0 ? w.reg<uint32_t>(in.a[2])[l] : 1;
-    if (in.a[0] >= 0) w.reg<uint64_t>(in.a[0])[l] = b.phase;
+    if (in.a[0] >= 0) {
+      if (p.cta != w.cta) throw SimError("mbarrier: an arrival at another CTA's mbarrier returns no state");
+      w.reg<uint64_t>(in.a[0])[l] = b.phase | static_cast<uint64_t>(b.pending) << Kind::state_pending | static_cast<uint64_t>((in.kind & Kind::no_complete) != 0) << Kind::state_no_complete;
+    }
     if (in.n == expect_tx || in.kind & Kind::expecting) b.transactions += operand;
     if (in.n == complete_tx) b.transactions -= operand;
     if (in.n == arrive || in.n == arrive_drop) {
@@ -160,13 +165,13 @@ void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
     if (in.kind & Kind::parity) {
       complete = (b.phase & 1) != (w.reg<uint32_t>(in.a[2])[l] & 1);
     } else {
-      uint64_t state = w.reg<uint64_t>(in.a[2])[l];
+      uint32_t state = static_cast<uint32_t>(w.reg<uint64_t>(in.a[2])[l]);
       if (w.machine->checking(kMbarrier) && state + 1 < b.phase) throw SimError(format("mbarrier: state of a phase that is long over at 0x%x", address));
       complete = state != b.phase;
     }
     if (complete) {
       done |= 1u << l;
-      if (!(in.kind & Kind::relaxed)) w.clock.join(b.completed);
+      (in.kind & Kind::relaxed ? w.fence_acquire : w.clock).join(b.completed);
     }
   }
   w.lane = -1;
@@ -182,7 +187,26 @@ void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
   w.put_pred(in.a[0], done, mask);
 }
 
+void mbar_pending_count(Warp& w, const Instr& in, uint32_t mask) {
+  uint32_t t[kLanes] = {};
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    uint64_t state = w.reg<uint64_t>(in.a[1])[l];
+    if (!(state >> Kind::state_no_complete) && w.machine->checking(kMbarrier)) throw SimError("mbarrier: pending_count of a state that no .noComplete arrival returned");
+    t[l] = static_cast<uint32_t>(state >> Kind::state_pending) & kMaxCount;
+  }
+  w.put(in.a[0], t, mask);
+}
+
 void decode_mbarrier(Decoder& d) {
+  if (d.take("pending_count")) {
+    if (d.type().name != "b64") d.fail("unknown type");
+    d.expect(2, 2);
+    d.in.a[0] = d.destination(0, 4);
+    d.in.a[1] = d.source_slot(1, *find_type("b64"));
+    d.in.fn = mbar_pending_count;
+    return;
+  }
   static const char* const names[] = {"init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait"};
   int op = -1;
   for (int i = 0; i < 8; ++i) {
@@ -198,7 +222,8 @@ void decode_mbarrier(Decoder& d) {
   if (d.take("parity")) d.in.kind |= Kind::parity;
   std::string sem = d.take_one({"release", "acquire", "relaxed"});
   if (sem == "relaxed") d.in.kind |= Kind::relaxed;
-  d.take_one({"cta", "cluster"});
+  if (std::string(d.take_one({"cta", "cluster"})).empty() != sem.empty()) d.fail("order and scope come together");
+  if (sem == (op >= test_wait ? "release" : "acquire")) d.fail("`." + sem + "` has no meaning here");
   d.in.kind |= static_cast<int>(take_space(d));
   Type t = d.type();
   if (t.name != "b64") d.fail("type ." + t.name);
@@ -414,6 +439,13 @@ void fence_proxy_async(Warp& w, const Instr&, uint32_t) {
   w.tick();  // what the warp writes from now on is not covered
 }
 
+// One direction alone, but also a fence for what synchronises with relaxed operations.
+void fence_async_generic(Warp& w, const Instr& in, uint32_t mask) {
+  w.clock.join(w.fence_acquire);
+  fence_proxy_async(w, in, mask);
+  fence(w, in, mask);
+}
+
 void nothing(Warp&, const Instr&, uint32_t) {}
 
 void decode_fence(Decoder& d) {
@@ -429,12 +461,16 @@ void decode_fence(Decoder& d) {
       return;
     }
     if (d.take("alias")) { d.expect(0, 0); d.in.fn = fence; return; }
-    // Tensor maps are read when a copy takes effect, so there is no cache to order.
-    if (!d.take("tensormap::generic")) d.fail("unknown proxy");
-    d.take_one({"acquire", "release"});
-    d.take_one({"cta", "cluster", "gpu", "sys"});
-    d.in.fn = nothing;
-    return;
+    if (d.take("tensormap::generic")) return decode_tensormap_fence(d);
+    if (d.take("async::generic")) {
+      std::string order = d.take_one({"acquire", "release"});
+      std::string restriction = d.take_one({"sync_restrict::shared::cta", "sync_restrict::shared::cluster"});
+      if (restriction != (order == "release" ? "sync_restrict::shared::cta" : "sync_restrict::shared::cluster") || !d.take("cluster")) d.fail("unknown form");
+      d.expect(0, 0);
+      d.in.fn = fence_async_generic;
+      return;
+    }
+    d.fail("unknown proxy");
   }
   if (d.take("mbarrier_init")) {
     if (!d.take("release") || !d.take("cluster")) d.fail("unknown form");

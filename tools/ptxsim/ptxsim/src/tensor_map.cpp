@@ -60,4 +60,67 @@ TensorMap encode_tiled(int type, int rank, uint64_t address, const uint64_t* ext
   return map;
 }
 
+void replace_field(TensorMap& map, MapField field, uint32_t ordinal, uint64_t value) {
+  map.changed = 1;
+  auto use_unit = [&](int type) {
+    uint64_t width = (uint64_t{map.last[0]} + 1) * map.unit_elements, box = uint64_t{map.box[0]} * map.unit_elements;
+    const Unit& unit = kUnits[type];
+    require(width % unit.elements == 0 && box % unit.elements == 0, format("dimension 0 is no multiple of the new type's %u elements", unit.elements));
+    map.last[0] = static_cast<uint32_t>(width / unit.elements - 1);
+    map.box[0] = static_cast<uint16_t>(box / unit.elements);
+    map.type = static_cast<uint8_t>(type);
+    map.unit_elements = unit.elements;
+    map.unit_bytes = unit.bytes;
+    map.shared_bytes = unit.shared_bytes;
+  };
+  uint32_t elements = ordinal == 0 ? map.unit_elements : 1;
+  switch (field) {
+    case MapField::address: map.address = value; return;
+    case MapField::rank:
+      require(value < 5, format("rank %llu; 1 to 5 are possible", static_cast<unsigned long long>(value + 1)));
+      map.rank = static_cast<uint8_t>(value + 1);
+      return;
+    case MapField::box:
+      require(value <= 256 && value % elements == 0, format("box extent of dimension %u is %llu", ordinal, static_cast<unsigned long long>(value)));
+      map.box[ordinal] = static_cast<uint16_t>(value / elements);
+      return;
+    case MapField::extent:
+      require(value % elements == 0, format("extent of dimension %u is %llu: it must be a multiple of %u", ordinal, static_cast<unsigned long long>(value), elements));
+      map.last[ordinal] = static_cast<uint32_t>(value / elements - 1);
+      map.empty = static_cast<uint8_t>((map.empty & ~(1u << ordinal)) | (value == 0) << ordinal);
+      return;
+    case MapField::stride: map.strides[ordinal] = value; return;
+    case MapField::element_stride: return require(value == 1, "element strides other than 1 are not supported");
+    case MapField::type: {
+      static const uint8_t types[] = {0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9, 11, 12, 13, 14, 15};  // the ISA's order to CUtensorMapDataType
+      require(value < 16, format("element type %llu", static_cast<unsigned long long>(value)));
+      return use_unit(types[value]);
+    }
+    case MapField::interleave: return require(value == 0, "interleaved layouts are not supported");
+    case MapField::swizzle:
+      require(value <= 3, format("swizzle mode %llu is not supported", static_cast<unsigned long long>(value)));
+      map.swizzle = static_cast<uint8_t>(value);
+      return;
+    case MapField::atomicity: return require(value == 0, "swizzles of other atoms than 16 bytes are not supported");
+    case MapField::fill:
+      require(value <= 1, format("fill mode %llu", static_cast<unsigned long long>(value)));
+      map.nan_fill = value == 1;
+  }
+}
+
+void check_changed_map(const TensorMap& map) {
+  uint64_t extents[5];
+  uint32_t box[5], ones[5] = {1, 1, 1, 1, 1};
+  for (int d = 0; d < 5; ++d) {
+    uint32_t elements = d == 0 ? map.unit_elements : 1;
+    extents[d] = map.empty >> d & 1 ? 0 : (uint64_t{map.last[d]} + 1) * elements;
+    box[d] = map.box[d] * elements;
+  }
+  try {
+    encode_tiled(map.type, map.rank, map.address, extents, map.strides, box, ones, 0, map.swizzle, map.nan_fill);
+  } catch (const SimError& e) {
+    throw SimError(format("descriptor: what tensormap.replace made of a %s", e.what()));
+  }
+}
+
 }  // namespace ptxsim

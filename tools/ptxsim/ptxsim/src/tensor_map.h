@@ -21,7 +21,9 @@ struct TensorMap {
   uint8_t unit_elements;
   uint8_t unit_bytes;
   uint8_t shared_bytes;  // of a unit in shared memory
-  uint8_t reserved[128 - 8 - 8 - 32 - 20 - 10 - 7];
+  uint8_t changed;       // by tensormap.replace: its rules are to be checked again where it is used
+  uint8_t empty;         // by dimension: tensormap.replace made the extent 0
+  uint8_t reserved[128 - 8 - 8 - 32 - 20 - 10 - 9];
   bool padded() const { return shared_bytes != unit_bytes; }
 };
 static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
@@ -29,6 +31,12 @@ static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
 // What cuTensorMapEncodeTiled does: the arguments mean the same and obey the same rules. Throws SimError at a broken one.
 TensorMap encode_tiled(int type, int rank, uint64_t address, const uint64_t* extents, const uint64_t* strides,
                        const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int oob_fill);
+
+// What tensormap.replace may change. A new value is as the PTX ISA has it, the ordinal counts dimensions, or strides.
+enum class MapField { address, rank, box, extent, stride, element_stride, type, interleave, swizzle, atomicity, fill };
+void replace_field(TensorMap& map, MapField field, uint32_t ordinal, uint64_t value);
+// Throws unless encode_tiled would make such a map.
+void check_changed_map(const TensorMap& map);
 
 // Where byte `address` of shared memory lies under a swizzle mode: 16-byte chunks trade places within 128-byte lines.
 inline uint32_t swizzle_address(uint32_t address, int swizzle) {
