@@ -65,7 +65,7 @@ HAND_OVER = """setp.ge.u32 %p2, %t, 32; @%p2 bra READ; @!%p0 st.shared.b32 [tile
 @pytest.mark.parametrize("seed", range(4))
 def test_a_fence_after_a_relaxed_wait_acquires(seed):
     run(init(1) + HAND_OVER, threads=64, seed=seed)
-    with pytest.raises(ptxsim.SimulationError, match="^race: read not ordered after the write by warp 0"):
+    with pytest.raises(ptxsim.SimulationError, match=r"^race: read not ordered after the write by warp 0"):
         run(init(1) + HAND_OVER.replace("fence.acquire.cta;", ""), threads=64, seed=seed)
 
 
@@ -94,6 +94,6 @@ def test_a_remote_arrival_returns_no_state():
     )
     run(body.format("_"), cluster=2)
     with pytest.raises(
-        ptxsim.SimulationError, match="^mbarrier: an arrival at another CTA's mbarrier returns no state"
+        ptxsim.SimulationError, match=r"^mbarrier: an arrival at another CTA's mbarrier returns no state"
     ):
         run(body.format("%d0"), cluster=2)

@@ -197,5 +197,5 @@ def test_a_change_is_released_and_acquired_before_its_use(mode, fences, second, 
 def test_replacing_in_shared_memory_is_a_write_that_others_must_wait_for():
     read = "@!%p4 bra ON; ld.shared.b32 %r9, [map]; ON:"
     run([], sources(), second=read)
-    with pytest.raises(ptxsim.SimulationError, match="^race: (read|write) not ordered"):
+    with pytest.raises(ptxsim.SimulationError, match=r"^race: (read|write) not ordered"):
         run([], sources(), second=edit("rank", 1) + read)
