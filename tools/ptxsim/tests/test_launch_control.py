@@ -63,11 +63,17 @@ def test_every_cta_is_worked_on_once_and_none_starts_that_was_taken_over(grid, c
     assert out[-1] == min(resident, len(out) - 1)
 
 
+def test_a_program_may_ask_for_a_number_before_it_knows_that_there_is_one():
+    out = np.zeros(31, np.uint32)
+    asked_first = [("@!%p3 ret;\n", ""), (V4, V4.replace("@%p3 ", "") + "@!%p3 ret;")]
+    persistent(changes=asked_first).launch(grid=30, block=64, params=[out], memory=[out])
+    np.testing.assert_array_equal(out[:-1], 1)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
         ([("@!%p3 ret;", "")], "try_cancel after the CTA has seen a request fail"),
-        ([("@!%p3 ret;", ""), ("@%p3 " + HANDLE, HANDLE)], "get_first_ctaid of a request that failed"),
         ([("ld.shared.b128 %w, [response];", "mov.b64 %d3, 1; mov.b128 %w, {%d3, %d3};")], "no response of try_cancel"),
         ([(FENCED, "barrier.cluster.arrive.relaxed; barrier.cluster.wait;")], "^async_early|^race: write not ordered"),
         ([(WAIT, "WAIT:")], "^(async_early|uninitialized): read"),

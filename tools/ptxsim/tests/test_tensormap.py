@@ -21,7 +21,6 @@ FIELDS = {  # field: type of its value, whether it has an ordinal
 ELEMENT_TYPES = [0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9, 11, 12, 13, 14, 15]  # the ISA's numbers to CUtensorMapDataType
 ACQUIRE = "fence.proxy.tensormap::generic.acquire.gpu [%d1], 128;"
 RELEASE = "fence.proxy.tensormap::generic.release.gpu;"
-MAP = 16  # bytes of the map that are its magic and address
 
 
 def edit(field, value, ordinal=0, space="shared::cta", where="%r8"):
@@ -142,7 +141,8 @@ def test_element_types_have_the_isa_s_numbers(number):
     "edits, message",
     [
         ([edit("global_address", 8)], "^descriptor: what tensormap.replace made of a tensor map: the global address"),
-        ([edit("global_stride", 20)], "^descriptor: .* stride of dimension 1"),
+        ([edit("global_stride", 20)], "^tensor map: stride of dimension 1"),
+        ([edit("box_dim", 0, 1)], "^tensor map: box extent of dimension 1 is 0"),
         ([edit("global_dim", 0, 1)], "^descriptor: .* extent of dimension 1 is 0"),
         ([edit("box_dim", 3)], "^descriptor: .* the box is 12 bytes wide"),
         ([edit("rank", 0)], "^descriptor: tensor map of rank 1 used with 2 coordinates"),
@@ -153,7 +153,7 @@ def test_element_types_have_the_isa_s_numbers(number):
         ([edit("swizzle_mode", "%r5")], "must be an integer constant"),
         ([edit("global_dim", 4, 5)], "unknown ordinal"),
         ([edit("global_dim", 4).replace("b32", "b64").replace("4;", "%d5;")], "new value of type .b64"),
-        (["@!%p0 st.shared.b32 [map], %r0;", edit("rank", 1)], "^descriptor: no tensor map of the simulator"),
+        (["@!%p0 st.shared.b32 [map+8], %r0;", edit("rank", 1)], "^descriptor: no tensor map of the simulator"),
     ],
 )
 def test_maps_that_can_not_be_are_refused(edits, message):

@@ -225,9 +225,7 @@ void for_each_chunk(const TensorMap& map, uint32_t address, uint32_t offset, uin
 }
 
 TensorMap read_map(Warp& w, uint64_t address, int rank) {
-  TensorMap map;
-  std::memcpy(&map, w.machine->global.at(address, 128, 64), 128);
-  if (map.magic != TensorMap::kMagic) throw SimError(format("descriptor: no tensor map of the simulator at 0x%llx", static_cast<unsigned long long>(address)));
+  TensorMap map = TensorMap::read(w.machine->global.at(address, TensorMap::kBytes, 64));
   check_map_acquired(w, address);
   if (map.changed && w.machine->checking(kDescriptor)) check_changed_map(map);
   if (map.rank != rank && w.machine->checking(kDescriptor)) throw SimError(format("descriptor: tensor map of rank %d used with %d coordinates", map.rank, rank));

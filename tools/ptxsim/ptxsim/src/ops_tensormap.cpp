@@ -9,7 +9,7 @@
 namespace ptxsim {
 namespace {
 
-constexpr uint32_t kBytes = 128, kAlign = 64;
+constexpr uint32_t kBytes = TensorMap::kBytes, kUsed = TensorMap::kUsed, kAlign = 64;
 constexpr int kWide = 4, kWideSource = 8;  // Instr::kind: the Space of a map, and these
 
 void note_change(Warp& w, uint64_t address, bool released) {
@@ -32,19 +32,17 @@ void replace(Warp& w, const Instr& in, uint32_t mask) {
       SharedPlace p = shared_place(w, static_cast<uint32_t>(address));
       if (p.cta != w.cta) throw SimError("shared_bounds: the tensor map lies in another CTA's shared memory");
       at = p.cta->shared->at(p.address, kBytes, kAlign);
-      p.cta->shared->note_read(p.address, kBytes, w.actor());
-      p.cta->shared->note_write(p.address, kBytes, w.actor());
+      p.cta->shared->note_read(p.address, kUsed, w.actor());
+      p.cta->shared->note_write(p.address, kUsed, w.actor());
     } else if (space == Space::global) {
       at = w.machine->global.at(address, kBytes, kAlign);
       note_change(w, address, false);
     } else {
       throw SimError("descriptor: a tensor map in local memory");
     }
-    TensorMap map;
-    std::memcpy(&map, at, kBytes);
-    if (map.magic != TensorMap::kMagic) throw SimError(format("descriptor: no tensor map of the simulator at 0x%llx", static_cast<unsigned long long>(address)));
+    TensorMap map = TensorMap::read(at);
     replace_field(map, static_cast<MapField>(in.n), static_cast<uint32_t>(in.a[2]), value);
-    std::memcpy(at, &map, kBytes);
+    map.write(at);
   }
   w.lane = -1;
   ++w.machine->progress;
@@ -60,7 +58,7 @@ void copy_and_release(Warp& w, const Instr& in, uint32_t mask) {
     uint64_t to = lane_address(w, in, in.a[0], true, l);
     SharedPlace p = shared_place(w, static_cast<uint32_t>(operand_address(w, in.a[1], in.kind & kWideSource, l, in.a[2])));
     const uint8_t* from = p.cta->shared->at(p.address, kBytes, kAlign);
-    p.cta->shared->note_read(p.address, kBytes, w.actor());
+    p.cta->shared->note_read(p.address, kUsed, w.actor());
     std::memcpy(w.machine->global.at(to, kBytes, kAlign), from, kBytes);
     if (to != last) note_change(w, to, true);  // usually all lanes name one map
     last = to;
