@@ -112,7 +112,7 @@ struct NamedBarrier {
 
 constexpr uint8_t kOwnedByWgmma = 1, kOwnedByLoad = 2;  // registers of operations that are not complete
 
-// What happened to a register that some wgmma of the kernel names. Times count the warp's wgmma.fence; 0: never.
+// What happened to the value in a register that some wgmma of the kernel names. Times count the warp's wgmma.fence; 0: never.
 struct WgmmaRegister {
   uint32_t touched = 0;  // by another instruction
   uint32_t used = 0;     // by a wgmma

@@ -348,21 +348,19 @@ void decode_multimem(Decoder& d) {
 }
 
 // ---- address queries ----
+// Programs may map for lanes that will not use the address: a CTA that does not exist is a fault where it is accessed.
 template <bool kWide>
 void mapa(Warp& w, const Instr& in, uint32_t mask) {
-  const uint32_t* rank = w.reg<uint32_t>(in.a[2]);
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
-    w.lane = l;
-    if (rank[l] >= w.cta->cluster->ctas.size()) throw SimError(format("mapa to CTA %u of a cluster of %zu", rank[l], w.cta->cluster->ctas.size()));
+    uint32_t rank = std::min(w.reg<uint32_t>(in.a[2])[l], 0xffu);
     if (kWide) {
       uint64_t a = w.reg<uint64_t>(in.a[1])[l];
-      w.reg<uint64_t>(in.a[0])[l] = (a & ~static_cast<uint64_t>(0xffu << kRankShift)) | static_cast<uint64_t>(rank[l]) << kRankShift;
+      w.reg<uint64_t>(in.a[0])[l] = (a & ~static_cast<uint64_t>(0xffu << kRankShift)) | static_cast<uint64_t>(rank) << kRankShift;
     } else {
-      w.reg<uint32_t>(in.a[0])[l] = (w.reg<uint32_t>(in.a[1])[l] & kRankMask) | rank[l] << kRankShift;
+      w.reg<uint32_t>(in.a[0])[l] = (w.reg<uint32_t>(in.a[1])[l] & kRankMask) | rank << kRankShift;
     }
   }
-  w.lane = -1;
 }
 
 template <bool kWide>

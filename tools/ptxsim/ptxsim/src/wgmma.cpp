@@ -155,6 +155,20 @@ void touch_wgmma_registers(Warp& w, const Instr& in, uint32_t mask) {
   w.program->behind[static_cast<size_t>(w.at)](w, in, mask);
 }
 
+// `mov d, a`. Compilers copy accumulators, and move constants into them, wherever they like; the assembler knows that
+// these are one value, so a copy is no access and has what its source has behind it.
+bool is_copy(const Instr& in) {
+  const Statement& s = *in.source;
+  return s.opcode[0] == "mov" && s.operands[0].kind == Operand::reg && (s.operands[1].kind == Operand::reg || s.operands[1].kind == Operand::real || s.operands[1].kind == Operand::integer);
+}
+
+void copy_wgmma_register(Warp& w, const Instr& in, uint32_t mask) {
+  const Operand& to = in.source->operands[0];
+  const Operand& from = in.source->operands[1];
+  w.wgmma_registers[static_cast<size_t>(to.index)] = from.kind == Operand::reg ? w.wgmma_registers[static_cast<size_t>(from.index)] : WgmmaRegister();
+  w.program->behind[static_cast<size_t>(w.at)](w, in, mask);
+}
+
 void own_registers(Warp& w, const Instr& in, uint32_t mark) {
   Registers registers(*w.program, in);
   const int32_t* numbers = registers.numbers;
@@ -304,6 +318,15 @@ void watch_wgmma_registers(Program& program) {
       if (registers.numbers[i] >= 0) watched[static_cast<size_t>(registers.numbers[i])] = any = true;
   }
   if (!any) return;
+  // What is copied to such a register is followed as well.
+  for (bool more = true; more;) {
+    more = false;
+    for (const Instr& in : program.code) {
+      if (!is_copy(in) || in.source->operands[1].kind != Operand::reg) continue;
+      size_t to = static_cast<size_t>(in.source->operands[0].index), from = static_cast<size_t>(in.source->operands[1].index);
+      if (watched[to] && !watched[from]) watched[from] = more = true;
+    }
+  }
   program.behind.resize(program.code.size());
   for (size_t at = 0; at < program.code.size(); ++at) {
     Instr& in = program.code[at];
@@ -311,7 +334,7 @@ void watch_wgmma_registers(Program& program) {
     const int32_t* uses = program.lists.data() + in.uses;
     if (std::none_of(uses, uses + in.use_count, [&](int32_t r) { return watched[static_cast<size_t>(r)]; })) continue;
     program.behind[at] = in.fn;
-    in.fn = touch_wgmma_registers;
+    in.fn = is_copy(in) ? copy_wgmma_register : touch_wgmma_registers;
   }
 }
 
