@@ -137,8 +137,8 @@ int ptxsim_encode_tiled(void* map, int type, int rank, uint64_t address, const u
                         const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int oob_fill,
                         char* error, size_t error_bytes) {
   return guarded(error, error_bytes, [&] {
-    TensorMap encoded = encode_tiled(type, rank, address, extents, strides, box, element_strides, interleave, swizzle, oob_fill);
-    std::memcpy(map, &encoded, sizeof encoded);
+    std::memset(map, 0, TensorMap::kBytes);
+    encode_tiled(type, rank, address, extents, strides, box, element_strides, interleave, swizzle, oob_fill).write(static_cast<uint8_t*>(map));
   });
 }
 

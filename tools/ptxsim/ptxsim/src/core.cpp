@@ -318,6 +318,21 @@ void Machine::start_warp(Warp& w) {
   }
   w.local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0);
   w.in_flight.assign(program.register_slot.size(), 0);
+  if (!program.behind.empty()) w.wgmma_registers.resize(program.register_slot.size());
+}
+
+void Machine::first_cta(uint64_t cluster, uint32_t* id) const {
+  for (int d = 0; d < 3; ++d) {
+    uint32_t across = launch.grid[d] / launch.cluster[d];
+    id[d] = static_cast<uint32_t>(cluster % across) * launch.cluster[d];
+    cluster /= across;
+  }
+}
+
+bool Machine::cancel_cluster(uint32_t* first) {
+  if (next_cluster_ == total_clusters_) return false;
+  first_cta(next_cluster_++, first);
+  return true;
 }
 
 void Machine::start_cluster(uint64_t number) {
@@ -328,14 +343,14 @@ void Machine::start_cluster(uint64_t number) {
   stream.clusters.push_back(cluster->agents);
   const uint32_t* dims = launch.cluster;
   uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
-  uint64_t across[3] = {launch.grid[0] / dims[0], launch.grid[1] / dims[1], launch.grid[2] / dims[2]};
-  uint64_t base[3] = {number % across[0], number / across[0] % across[1], number / across[0] / across[1]};
+  uint32_t first_id[3];
+  first_cta(number, first_id);
   for (uint32_t rank = 0; rank < dims[0] * dims[1] * dims[2]; ++rank) {
     auto cta = std::make_unique<Cta>();
     cta->cluster = cluster.get();
     cta->rank = rank;
     uint32_t within[3] = {rank % dims[0], rank / dims[0] % dims[1], rank / dims[0] / dims[1]};
-    for (int d = 0; d < 3; ++d) cta->id[d] = static_cast<uint32_t>(base[d]) * dims[d] + within[d];
+    for (int d = 0; d < 3; ++d) cta->id[d] = first_id[d] + within[d];
     cta->shared = std::make_unique<TrackedMemory>("shared", kSharedBounds, kSharedBegin, program.dynamic_begin + launch.dynamic_shared, 1, &stream.clusters, cluster->number, launch.checks);
     cta->left = Clock(cluster->number);
     for (uint32_t first = 0; first < threads; first += kLanes) {

@@ -170,8 +170,7 @@ bool OrderRules::knows(const Actor& actor, uint32_t cluster, uint32_t e, uint32_
     if (actor.ordered->has(e, lanes)) return true;
     return !(checks_ & kTensorFence) && (clock.seen.has(e, lanes) || clock.passed.has(e, lanes));
   }
-  if (cluster == clock.cluster && epoch_agent(e) == actor.self && !(lanes & ~actor.self_lanes)) return true;
-  return clock.has_seen(cluster, e, lanes);
+  return cluster == clock.cluster ? actor.knows(e, lanes) : clock.has_seen(cluster, e, lanes);
 }
 
 // Whether both are operations of the tensor core, issued by one thread and on the way together.

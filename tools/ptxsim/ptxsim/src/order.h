@@ -125,6 +125,8 @@ struct Actor {
   const std::vector<uint32_t>* follows = nullptr;
   const View* ordered = nullptr;  // in tensor memory: what the tcgen05 operations of these lanes come after
   bool read_only = false;    // ld.global.nc: what it reads must not be written while the kernel runs
+  // Whether what an agent of its cluster did comes before; of an agent's own lane it always does.
+  bool knows(uint32_t e, uint32_t mask) const { return (epoch_agent(e) == self && !(mask & ~self_lanes)) || clock->seen.has(e, mask); }
 };
 
 // What is known about the accesses to a stretch of memory, by unit: a byte, or a word of tensor memory.
