@@ -9,6 +9,8 @@ TYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "tf32": torch.float32,
+    "u8": torch.uint8,
+    "s8": torch.int8,
 }
 # Types below 8 bits: bits of the exponent and the mantissa, and the exponent's bias. Sixteen elements lie at the
 # beginning of 16 bytes, and padding follows; those of the packed one follow one another.
@@ -46,10 +48,10 @@ def narrow_bytes(values, name) -> np.ndarray:
 
 
 def container_bytes(values, name) -> np.ndarray:
-    """The bytes of a matrix in tensor memory: as raw_bytes, but a byte for each padded element."""
+    """The bytes of a matrix in tensor memory: as raw_bytes, but a byte for each padded element, its bits in the middle."""
     if name not in NARROW or name == "e2m1_packed":
         return raw_bytes(values, name)
-    return (narrow_codes(values, name) << (2 if name == "e2m1" else 0)).astype(np.uint8)
+    return (narrow_codes(values, name) << (2 if name == "e2m1" else 1)).astype(np.uint8)
 
 
 def raw_bytes(values, name) -> np.ndarray:
@@ -66,6 +68,9 @@ def random_matrix(rows, columns, name, seed) -> tuple[np.ndarray, np.ndarray]:
         table = every_value(name)
         values = table[np.random.default_rng(seed).integers(0, len(table), (rows, columns))]
         return values, raw_bytes(values, name)
+    if name in ("u8", "s8"):
+        values = np.random.default_rng(seed).integers(0, 256, (rows, columns)) - (128 if name == "s8" else 0)
+        return values.astype(np.float32), raw_bytes(values, name)
     values = torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32))
     if name == "tf32":
         values = (values.view(torch.int32) & ~0x1FFF).view(torch.float32)

@@ -73,12 +73,12 @@ uint32_t element_at(const uint8_t* from, uint32_t e, uint32_t bits) {
 
 void decode_containers(Element type, const uint8_t* from, uint32_t bytes, float* to) {
   if (!is_padded(type)) return decode_elements(type, from, bytes, to);
-  uint32_t bits = element_bits(type), shift = bits == 4 ? 2 : 0;
+  uint32_t bits = element_bits(type), shift = (8 - bits) / 2;
   for (uint32_t i = 0; i < bytes; ++i) to[i] = decode(narrow_format(type), from[i] >> shift & ((1u << bits) - 1));
 }
 
 void unpack_containers(Element type, const uint8_t* from, uint8_t* to) {
-  uint32_t bits = element_bits(type), shift = bits == 4 ? 2 : 0;
+  uint32_t bits = element_bits(type), shift = (8 - bits) / 2;
   for (uint32_t e = 0; e < 16; ++e) to[e] = static_cast<uint8_t>(element_at(from, e, bits) << shift);
 }
 
@@ -99,6 +99,8 @@ void decode_elements(Element type, const uint8_t* from, uint32_t bytes, float* t
       case Element::bf16: to[e] = bf16_to_float(static_cast<uint16_t>(bits)); break;
       case Element::e4m3: to[e] = e4m3[bits]; break;
       case Element::e5m2: to[e] = e5m2[bits]; break;
+      case Element::u8: to[e] = static_cast<float>(bits); break;
+      case Element::s8: to[e] = static_cast<int8_t>(bits); break;
       default: to[e] = from_bits(bits & ~0x1fffu); break;  // tf32
     }
   }

@@ -21,7 +21,7 @@ MatrixDescriptor decode_tcgen05_descriptor(uint64_t bits, bool checked);
 
 // Types below 8 bits come in two forms: packed (e2m1_packed), or sixteen elements in the first bytes of a chunk of
 // sixteen bytes, which padding fills up.
-enum class Element { f16, bf16, e4m3, e5m2, tf32, e2m1, e2m3, e3m2, e2m1_packed };
+enum class Element { f16, bf16, e4m3, e5m2, tf32, e2m1, e2m3, e3m2, e2m1_packed, u8, s8 };
 inline uint32_t element_bits(Element e) {
   switch (e) {
     case Element::tf32: return 32;
@@ -37,7 +37,7 @@ inline uint32_t chunk_elements(Element e) { return is_padded(e) ? 16 : 128 / ele
 inline uint32_t chunk_bytes(Element e) { return chunk_elements(e) * element_bits(e) / 8; }  // without the padding
 // `bytes` of memory, whole chunks of a padded type, as float32.
 void decode_elements(Element type, const uint8_t* from, uint32_t bytes, float* to);
-// The same where each element has a byte of its own, as in tensor memory: four bits lie in its middle, six at its low end.
+// The same where each element has a byte of its own, as in tensor memory: its bits lie in the middle.
 void decode_containers(Element type, const uint8_t* from, uint32_t bytes, float* to);
 // Makes such bytes from the elements of a chunk of a padded type.
 void unpack_containers(Element type, const uint8_t* from, uint8_t* to);

@@ -5,7 +5,7 @@
 
 namespace ptxsim {
 
-constexpr uint32_t kTensorLanes = 128, kTensorColumns = 512, kAllocationColumns = 32;
+constexpr uint32_t kTensorLanes = 128, kTensorColumns = 512, kAllocationColumns = 32, kLaneBytes = kTensorColumns * 4;
 
 // 128 lanes of 512 columns of 32 bits. Tracked as one linear memory, lane after lane.
 struct TensorMemory {
@@ -13,6 +13,12 @@ struct TensorMemory {
   uint32_t allocated[kTensorColumns / kAllocationColumns] = {};  // by unit: columns of the allocation that it starts, 1: within one
   bool relinquished = false;
 };
+
+// Throws if nothing was allocated.
+TrackedMemory& tensor_memory(Cta& cta);
+// Linear address of a lane's columns, all of them allocated.
+uint32_t tensor_place(Cta& cta, uint32_t lane, uint32_t column, uint32_t columns);
+uint32_t* tensor_words(Cta& cta, uint32_t lane, uint32_t column, uint32_t columns);
 
 // tcgen05.wait::ld: true when every load of the warp has taken effect, else the warp waits and repeats its instruction.
 bool finish_tensor_loads(Warp& w);
