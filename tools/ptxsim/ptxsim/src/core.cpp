@@ -139,6 +139,7 @@ Machine::Machine(const Module& m, const Program& p, const Launch& l, GlobalMemor
   }
   if (launch.params.size() != f.param_bytes)
     throw SimError(format("%zu bytes of parameters, but the kernel takes %llu", launch.params.size(), static_cast<unsigned long long>(f.param_bytes)));
+  if (checking(kCtaGroup)) check_cta_groups(program);
   uint64_t end = static_cast<uint64_t>(program.dynamic_begin) + launch.dynamic_shared;
   if (checking(kSharedLimit) && end > kSharedEnd)
     throw SimError(format("shared_limit: %llu bytes of shared memory; a CTA has %u", static_cast<unsigned long long>(end - kSharedBegin), kSharedEnd - kSharedBegin));
@@ -357,6 +358,8 @@ void Machine::run_warp(Warp& w, uint32_t quantum) {
       mask &= in.guard_negated ? ~p : p;
     }
     if (!mask) continue;
+    if (in.aligned && mask != w.cur.mask && checking(kConvergence))
+      throw SimError(format("convergence: of the lanes 0x%08x only 0x%08x execute an instruction that is .aligned", w.cur.mask, mask));
     if (w.in_flight_count && !registers_ready(w, in)) continue;
     lanes += static_cast<uint64_t>(__builtin_popcount(mask));
     executed[static_cast<size_t>(w.at)] = 1;

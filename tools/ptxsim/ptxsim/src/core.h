@@ -31,6 +31,7 @@ struct Instr {
   Handler fn = nullptr;
   Slot guard = -1;
   bool guard_negated = false;
+  bool aligned = false;                              // all lanes of the warp must execute it together
   std::array<Slot, 6> a{{-1, -1, -1, -1, -1, -1}};  // operands, destination first
   int32_t list = 0;                                  // further operands: Program::lists[list ...]
   int32_t n = 0;                                     // how many of them, or an element count

@@ -46,6 +46,11 @@ const OpcodeTable& opcodes() {
   }();
   return table;
 }
+// `bar` stands for `barrier.cta` with `.aligned`.
+bool is_aligned(const std::vector<std::string>& opcode) {
+  auto has = [&](const char* part) { return std::find(opcode.begin(), opcode.end(), part) != opcode.end(); };
+  return opcode[0] == "bar" ? !has("warp") : has("aligned");
+}
 }  // namespace
 
 Decoder::Decoder(const Module& module, const Function& function, Program& program)
@@ -246,6 +251,7 @@ void Decoder::statement(const Statement& s) {
   if (it == opcodes().end()) fail("unknown instruction `" + s.opcode[0] + "`");
   it->second(*this);
   if (!modifiers_.empty()) fail("unknown modifier `." + modifiers_[0] + "`");
+  in.aligned = is_aligned(s.opcode);
   in.list = static_cast<int32_t>(program_.lists.size());
   program_.lists.insert(program_.lists.end(), lists_.begin(), lists_.end());
   in.uses = static_cast<int32_t>(program_.lists.size());

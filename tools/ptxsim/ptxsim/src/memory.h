@@ -34,6 +34,7 @@ enum Check : uint32_t {
   kTensorBounds = 1u << 15,
   kTensorLeak = 1u << 16,
   kScaleFactors = 1u << 17,
+  kCtaGroup = 1u << 18,
 };
 extern const char* const kCheckNames[];  // in bit order, ends with nullptr
 

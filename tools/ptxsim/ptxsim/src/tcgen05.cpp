@@ -69,49 +69,123 @@ uint32_t uniform(Warp& w, Slot slot, uint32_t mask, const char* what) {
   return first;
 }
 
+// CTAs of a group: this one, or this one and its peer.
+std::vector<Cta*> group_of(Warp& w, bool two) {
+  if (!two) return {w.cta};
+  auto& ctas = w.cta->cluster->ctas;
+  uint32_t even = w.cta->rank & ~1u;
+  if (even + 1 >= ctas.size()) throw SimError("cta_group::2 in a cluster without the peer CTA");
+  if (ctas[w.cta->rank ^ 1]->live_warps == 0 && w.machine->checking(kCtaGroup)) throw SimError("cta_group: the peer CTA has exited");
+  return {ctas[even].get(), ctas[even + 1].get()};
+}
+
 // ---- allocation ----
 std::string describe_alloc(const Warp& w) { return format("%u columns of tensor memory", static_cast<uint32_t>(w.wait_argument)); }
+std::string describe_meeting(const Warp&) { return "a warp of the peer CTA to execute this instruction too"; }
 
-// a[0] shared address, a[1] columns; in.imm offset
+using Meeting = TensorMemory::Meeting;
+
+// Whether a warp of the peer CTA has come to the same; if not, this one waits and repeats its instruction.
+bool met(Warp& w, Meeting& mine, const Meeting& theirs, uint32_t columns, uint32_t column) {
+  if (mine.warp && mine.warp != &w) throw SimError(format("cta_group: warps %d and %d of a CTA allocate or free for the pair at the same time", mine.warp->index, w.index));
+  mine = {&w, columns, column, false};
+  ++w.machine->progress;
+  if (!theirs.warp || theirs.over) {
+    w.retry();
+    w.wait(describe_meeting);
+    return false;
+  }
+  if (theirs.columns != columns || theirs.column != column)
+    throw SimError(format("cta_group: the CTAs of a pair do not allocate or free the same: warp %d here %u columns at %u, warp %d of the peer %u at %u", w.index, columns, column, theirs.warp->index, theirs.columns, theirs.column));
+  return true;
+}
+
+// It has led to what both warps came for.
+void end_meeting(Meeting& mine, Meeting& theirs, uint32_t column) {
+  mine = {};
+  theirs.over = true;
+  theirs.column = column;
+  theirs.warp->wake();
+}
+
+// Whether the peer's warp has done what this one waited for.
+bool done_by_peer(Warp& w, Meeting& mine, uint32_t* column) {
+  if (mine.warp != &w || !mine.over) return false;
+  *column = mine.column;
+  mine = {};
+  return true;
+}
+
+Cta* peer_of(Warp& w, const std::vector<Cta*>& ctas) { return ctas.size() == 2 ? ctas[~w.cta->rank & 1] : nullptr; }
+
+// Takes the first columns that are free in all the CTAs.
+bool take_columns(const std::vector<Cta*>& ctas, uint32_t columns, uint32_t* column) {
+  uint32_t units = columns / kAllocationColumns;
+  for (uint32_t first = 0; first + units <= kTensorColumns / kAllocationColumns; ++first) {
+    bool free = true;
+    for (Cta* cta : ctas)
+      for (uint32_t u = first; u < first + units; ++u) free &= !cta->tensor->allocated[u];
+    if (!free) continue;
+    for (Cta* cta : ctas) {
+      std::fill_n(cta->tensor->allocated + first, units, 1);
+      cta->tensor->allocated[first] = columns;
+    }
+    *column = first * kAllocationColumns;
+    return true;
+  }
+  return false;
+}
+
+// a[0] shared address, a[1] columns; in.imm offset; in.kind: 1 = 64-bit address, 2 = two CTAs
 void alloc(Warp& w, const Instr& in, uint32_t mask) {
   if (!w.converged(kFullMask)) return;
-  TensorMemory& t = *w.cta->tensor;
-  uint32_t columns = uniform(w, in.a[1], mask, "column counts");
+  uint32_t columns = uniform(w, in.a[1], mask, "column counts"), column = 0;
   if (columns < 32 || columns > kTensorColumns || (columns & (columns - 1))) throw SimError(format("tensor_bounds: allocation of %u columns", columns));
-  if (t.relinquished) throw SimError("tensor_leak: allocation after relinquish_alloc_permit");
   uint64_t address = lane_address(w, in, in.a[0], in.kind & 1, __builtin_ctz(mask));
   if (in.kind & 1) resolve(Space::generic, address);
   SharedPlace to = shared_place(w, static_cast<uint32_t>(address));
   uint8_t* place = to.cta->shared->at(to.address, 4, 4);
-  if (!t.memory) t.memory = std::make_unique<TrackedMemory>("tensor", kTensorBounds, 0, kTensorLanes * kLaneBytes, &w.cta->cluster->agents, w.machine->launch.checks);
-  uint32_t units = columns / kAllocationColumns;
-  for (uint32_t first = 0; first + units <= kTensorColumns / kAllocationColumns; ++first) {
-    bool free = true;
-    for (uint32_t u = first; u < first + units; ++u) free &= !t.allocated[u];
-    if (!free) continue;
-    for (uint32_t u = first; u < first + units; ++u) t.allocated[u] = 1;
-    t.allocated[first] = columns;
-    uint32_t result = first * kAllocationColumns;
-    to.cta->shared->note_write(to.address, 4, w.actor());
-    std::memcpy(place, &result, 4);
-    ++w.machine->progress;
-    return;
+  Meeting& mine = w.cta->tensor->allocating;
+  if (!done_by_peer(w, mine, &column)) {
+    std::vector<Cta*> ctas = group_of(w, in.kind & 2);
+    for (Cta* cta : ctas) {
+      TensorMemory& t = *cta->tensor;
+      if (t.relinquished) throw SimError("tensor_leak: allocation after relinquish_alloc_permit");
+      if (!t.memory) t.memory = std::make_unique<TrackedMemory>("tensor", kTensorBounds, 0, kTensorLanes * kLaneBytes, &w.cta->cluster->agents, w.machine->launch.checks);
+    }
+    Cta* peer = peer_of(w, ctas);
+    if (peer && !met(w, mine, peer->tensor->allocating, columns, 0)) return;
+    if (!take_columns(ctas, columns, &column)) {
+      w.retry();
+      w.wait(describe_alloc, columns);
+      return;
+    }
+    if (peer) end_meeting(mine, peer->tensor->allocating, column);
   }
-  w.retry();
-  w.wait(describe_alloc, columns);
+  to.cta->shared->note_write(to.address, 4, w.actor());
+  std::memcpy(place, &column, 4);
+  ++w.machine->progress;
 }
 
+// in.kind: 2 = two CTAs
 void dealloc(Warp& w, const Instr& in, uint32_t mask) {
   if (!w.converged(kFullMask)) return;
-  TensorMemory& t = *w.cta->tensor;
   uint32_t address = uniform(w, in.a[0], mask, "addresses"), columns = uniform(w, in.a[1], mask, "column counts");
   uint32_t first = (address & 0xffff) / kAllocationColumns;
-  if (address >> 16 || address % kAllocationColumns || first >= kTensorColumns / kAllocationColumns || t.allocated[first] != columns)
-    throw SimError(format("tensor_bounds: no allocation of %u columns at 0x%x", columns, address));
-  for (uint32_t u = first; u < first + columns / kAllocationColumns; ++u) t.allocated[u] = 0;
+  Meeting& mine = w.cta->tensor->freeing;
+  if (done_by_peer(w, mine, &address)) return;
+  std::vector<Cta*> ctas = group_of(w, in.kind & 2);
+  for (Cta* cta : ctas)
+    if (address >> 16 || address % kAllocationColumns || first >= kTensorColumns / kAllocationColumns || cta->tensor->allocated[first] != columns)
+      throw SimError(format("tensor_bounds: no allocation of %u columns at 0x%x", columns, address));
+  Cta* peer = peer_of(w, ctas);
+  if (peer && !met(w, mine, peer->tensor->freeing, columns, address)) return;
+  for (Cta* cta : ctas) std::fill_n(cta->tensor->allocated + first, columns / kAllocationColumns, 0);
+  if (peer) end_meeting(mine, peer->tensor->freeing, address);
   ++w.machine->progress;
-  for (auto& warp : w.cta->warps)
-    if (warp->describe_wait == describe_alloc && warp->status == Warp::waiting) warp->wake();
+  for (Cta* cta : ctas)
+    for (auto& warp : cta->warps)
+      if (warp->describe_wait == describe_alloc && warp->status == Warp::waiting) warp->wake();
 }
 
 void relinquish(Warp& w, const Instr&, uint32_t) {
@@ -228,15 +302,6 @@ void tensor_wait(Warp& w, const Instr& in, uint32_t) {
 }
 
 // ---- mma ----
-// CTAs of a group: this one, or this one and its peer.
-std::vector<Cta*> group_of(Warp& w, bool two) {
-  if (!two) return {w.cta};
-  auto& ctas = w.cta->cluster->ctas;
-  uint32_t even = w.cta->rank & ~1u;
-  if (even + 1 >= ctas.size()) throw SimError("cta_group::2 in a cluster without the peer CTA");
-  return {ctas[even].get(), ctas[even + 1].get()};
-}
-
 // Instr::kind of mma
 struct Kind {
   static constexpr int two_ctas = 8, a_in_tensor = 16, blocks = 5, ws = 256, ashift = 512;  // bits 5 to 7: the blocks of k
@@ -539,18 +604,18 @@ void decode_tcgen05(Decoder& d) {
   if (!d.take(op.c_str())) d.fail("unknown form");
   const Type& b32 = *find_type("b32");
   if (op == "alloc") {
-    take_group(d);
+    bool two = take_group(d);
     expect_collective(d);
     take_space(d);
     d.type();
     d.expect(2, 2);
     int bytes = 0;
     d.in.a[0] = d.address(d.operand(0), &bytes);
-    d.in.kind = bytes == 8;
+    d.in.kind = (bytes == 8) | two << 1;
     d.in.a[1] = d.source_slot(1, b32);
     d.in.fn = alloc;
   } else if (op == "dealloc") {
-    take_group(d);
+    d.in.kind = take_group(d) << 1;
     expect_collective(d);
     d.type();
     d.expect(2, 2);
@@ -628,6 +693,22 @@ bool finish_tensor_loads(Warp& w) {
 
 void Warp::wake_from_tensor_wait() {
   if (describe_wait == describe_tensor_wait && status == waiting) wake();
+}
+
+void check_cta_groups(const Program& program) {
+  const Statement* first = nullptr;
+  std::string group;
+  for (const Instr& in : program.code) {
+    const Statement& s = *in.source;
+    if (s.opcode[0] != "tcgen05") continue;
+    for (const std::string& part : s.opcode) {
+      if (part.compare(0, 11, "cta_group::")) continue;
+      if (first && part != group)
+        throw SimError(format("cta_group: all tcgen05 instructions of a kernel must name the same one: PTX line %d does not name that of line %d\n  %s\n  %s", s.line, first->line, s.text.c_str(), first->text.c_str()));
+      if (!first) first = &s;
+      group = part;
+    }
+  }
 }
 
 void check_tensor_memory_freed(Cta& cta) {

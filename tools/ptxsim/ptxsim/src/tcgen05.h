@@ -12,6 +12,13 @@ struct TensorMemory {
   std::unique_ptr<TrackedMemory> memory;  // made at the first allocation
   uint32_t allocated[kTensorColumns / kAllocationColumns] = {};  // by unit: columns of the allocation that it starts, 1: within one
   bool relinquished = false;
+  // The warp that has come to allocate, or free, with a warp of the peer CTA, for which it waits. The one that comes
+  // second does it for both.
+  struct Meeting {
+    Warp* warp = nullptr;
+    uint32_t columns = 0, column = 0;
+    bool over = false;
+  } allocating, freeing;
 };
 
 // Throws if nothing was allocated.
@@ -22,6 +29,9 @@ uint32_t* tensor_words(Cta& cta, uint32_t lane, uint32_t column, uint32_t column
 
 // tcgen05.wait::ld: true when every load of the warp has taken effect, else the warp waits and repeats its instruction.
 bool finish_tensor_loads(Warp& w);
+
+// Throws unless all tcgen05 instructions of a kernel name the same .cta_group.
+void check_cta_groups(const Program& program);
 
 // At the exit of a CTA's last warp.
 void check_tensor_memory_freed(Cta& cta);
