@@ -38,6 +38,7 @@ class _Arguments(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("cluster", ctypes.c_uint32 * 3),
         ("dynamic_shared", ctypes.c_uint32),
+        ("registers", ctypes.c_uint32),
         ("params", ctypes.c_char_p),
         ("param_bytes", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
@@ -184,6 +185,7 @@ class Module:
         off: Iterable[str] = (),
         resident: int = 8,
         max_steps: int = 0,
+        registers: int = 0,
     ) -> Statistics:
         """Run a kernel to its end.
 
@@ -195,6 +197,7 @@ class Module:
         seed: chooses the interleaving of warps and the moments at which asynchronous operations take effect.
         checks: names of the checks to make (default: all, see CHECKS); off: names to leave out.
         resident: how many CTAs run at the same time. max_steps: stop after so many warp instructions; 0: never.
+        registers: those that each thread starts with, where the kernel has no .maxnreg; 0: as many as there are.
 
         Raises SimulationError with kernel, PTX line, CTA, warp, lane and address.
         """
@@ -217,6 +220,7 @@ class Module:
             block=_dim3(block),
             cluster=_dim3(cluster),
             dynamic_shared=smem,
+            registers=registers,
             params=bytes(params),
             param_bytes=len(params),
             seed=seed,

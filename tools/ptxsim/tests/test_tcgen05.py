@@ -265,14 +265,22 @@ def test_ashift_leaves_a_shifted_behind(ctas, m, name, collector):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
+INTEGERS = [
+    {"swizzle": 0},
+    {},
+    {"m": 64, "n": 24},
+    {"a_tensor": True, "n": 48},
+    {"a_mn": True, "b_mn": True},
+    {"m": 256, "ctas": 2, "n": 96},
+    {"m": 128, "ctas": 2, "a_tensor": True},
+    {"m": 32, "n": 128, "ws": True},
+    {"accumulate": False, "disabled": 0xF0},
+]
+
+
 @pytest.mark.parametrize("saturate", [False, True])
 @pytest.mark.parametrize("name, name_b", [(a, b) for a in ("u8", "s8") for b in ("u8", "s8")])
-@pytest.mark.parametrize(
-    "options",
-    [{"swizzle": 0}, {}, {"m": 64, "n": 24}, {"a_tensor": True, "n": 48}, {"a_mn": True, "b_mn": True}, {"m": 256, "ctas": 2, "n": 96},
-     {"m": 128, "ctas": 2, "a_tensor": True}, {"m": 32, "n": 128, "ws": True}, {"accumulate": False, "disabled": 0xF0}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", INTEGERS, ids=str)
 def test_mma_of_integers(name, name_b, options, saturate):
     np.testing.assert_array_equal(*product(name=name, name_b=name_b, saturate=saturate, **options))
 

@@ -17,7 +17,8 @@ def run(operation, held, image, ctas, **options):
     sync = cluster_sync(ctas)
     body = f"""
       {ALLOC.format(ctas)} setp.ne.u32 %p0, %t, 0; @!%p0 mbarrier.init.shared.b64 [bar], 1;
-      fence.mbarrier_init.release.cluster; {copy_to_shared(image.shape[1])} bar.sync 0; ld.shared.b32 %r1, [held]; {QUARTER}
+      fence.mbarrier_init.release.cluster; {copy_to_shared(image.shape[1])}
+      bar.sync 0; ld.shared.b32 %r1, [held]; {QUARTER}
       mad.lo.s32 %r16, %r10, 128, %t; mad.wide.u32 %d1, %r16, {4 * COLUMNS}, %q1;
       {" ".join(f"ld.global.b32 %r{30 + i}, [%d1+{4 * i}];" for i in range(COLUMNS))}
       tcgen05.st.sync.aligned.32x32b.x{COLUMNS}.b32 [%r3], {vector(30, COLUMNS)};
@@ -39,7 +40,7 @@ def random_words(*shape):
     return np.random.default_rng(0).integers(0, 1 << 32, shape, dtype=np.uint32)
 
 
-COPIES = {  # rows, columns, lanes of each row's copies: ISA's shapes, and for warp pairs and 4 lanes CUTLASS's copy traits
+COPIES = {  # rows, columns, lanes of each row's copies: the ISA's shapes; where it is silent, CUTLASS's copy traits
     "128x256b": (128, 8, lambda row: [row]),
     "128x128b": (128, 4, lambda row: [row]),
     "4x256b": (4, 8, lambda row: [32 * row]),

@@ -72,6 +72,7 @@ void Warp::exit(uint32_t mask) {
     if (f.state == Fragment::converge) f.state = Fragment::ready;  // it may have waited for the lanes that exit
   if (live == 0) {
     check_copies_waited_for(*this);
+    check_register_changes(*this);
     status = done;
     machine->warp_exited(*this);
   } else if (cur.mask == 0) {
@@ -209,6 +210,7 @@ void Machine::start_warp(Warp& w) {
   }
   w.local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0);
   w.in_flight.assign(program.register_slot.size(), 0);
+  if (program.moves_registers && checking(kRegisters)) w.registers = launch_registers(program, launch);
 }
 
 void Machine::start_cluster(uint64_t number) {
@@ -360,6 +362,7 @@ void Machine::run_warp(Warp& w, uint32_t quantum) {
     if (!mask) continue;
     if (in.aligned && mask != w.cur.mask && checking(kConvergence))
       throw SimError(format("convergence: of the lanes 0x%08x only 0x%08x execute an instruction that is .aligned", w.cur.mask, mask));
+    if (in.live > w.registers) throw SimError(format("registers: at least %u registers of a thread hold values that are still needed, but the warp has %u", in.live, w.registers));
     if (w.in_flight_count && !registers_ready(w, in)) continue;
     lanes += static_cast<uint64_t>(__builtin_popcount(mask));
     executed[static_cast<size_t>(w.at)] = 1;

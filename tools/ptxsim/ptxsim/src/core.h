@@ -11,6 +11,7 @@
 
 #include "memory.h"
 #include "parser.h"
+#include "registers.h"
 
 namespace ptxsim {
 
@@ -31,6 +32,7 @@ struct Instr {
   Handler fn = nullptr;
   Slot guard = -1;
   bool guard_negated = false;
+  uint16_t live = 0;                                 // 32-bit registers that hold values before it; 0: nobody asks
   bool aligned = false;                              // all lanes of the warp must execute it together
   std::array<Slot, 6> a{{-1, -1, -1, -1, -1, -1}};  // operands, destination first
   int32_t list = 0;                                  // further operands: Program::lists[list ...]
@@ -55,6 +57,7 @@ struct Program {
   std::vector<Special> specials;
   uint32_t dynamic_begin = 0;   // where dynamic shared memory starts
   uint32_t local_bytes = 0;     // of one thread
+  bool moves_registers = false; // with setmaxnreg
 };
 
 constexpr uint32_t kSharedBegin = 1024;           // the system keeps the first KiB of a CTA's shared memory
@@ -142,6 +145,8 @@ struct Warp {
 
   Fragment cur;
   std::vector<Fragment> others;
+  uint32_t registers = UINT32_MAX;  // of each thread, that the warp owns now
+  size_t register_changes = 0;      // how many setmaxnreg it has executed
   int limit = 0;                // look at the other fragments when the program counter gets here
   uint32_t live = 0;            // lanes that have not exited
   int at = 0;                   // instruction being executed
@@ -197,6 +202,7 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<std::unique_ptr<Warpgroup>> warpgroups;
   std::unique_ptr<TensorMemory> tensor;
+  RegisterPool registers;
   std::map<uint32_t, Clock> released;   // by address: what strong writes there have released
   int live_warps = 0;
   Cta();
@@ -228,6 +234,7 @@ struct AsyncOperation {
 struct Launch {
   uint32_t grid[3], block[3], cluster[3];
   uint32_t dynamic_shared;
+  uint32_t registers;     // of each thread when the kernel starts; 0: as many as there are, or .maxnreg
   DeviceBytes params;
   uint64_t seed;
   uint32_t checks;

@@ -7,7 +7,7 @@ namespace ptxsim {
 const char* const kCheckNames[] = {"global_bounds", "shared_bounds", "local_bounds", "alignment",  "uninitialized",
                                    "race",          "async_early",   "proxy_fence",  "mbarrier",   "deadlock",
                                    "descriptor",    "shared_limit",  "in_flight_registers", "convergence", "barrier",
-                                   "tensor_bounds", "tensor_leak", "scale_factors", "cta_group", nullptr};
+                                   "tensor_bounds", "tensor_leak", "scale_factors", "cta_group", "registers", nullptr};
 
 namespace {
 void join_into(std::vector<uint32_t>& to, const std::vector<uint32_t>& from) {

@@ -35,6 +35,7 @@ enum Check : uint32_t {
   kTensorLeak = 1u << 16,
   kScaleFactors = 1u << 17,
   kCtaGroup = 1u << 18,
+  kRegisters = 1u << 19,
 };
 extern const char* const kCheckNames[];  // in bit order, ends with nullptr
 

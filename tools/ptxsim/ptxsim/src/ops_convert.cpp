@@ -247,7 +247,7 @@ void decode_cvt(Decoder& d) {
   if (to) {
     d.take(to->name);
     int bytes = std::max(1, to->count * to->bits / 8), source_bytes = 4;
-    d.in.a[0] = d.register_of(d.operand(0), &bytes);
+    d.in.a[0] = d.target_of(d.operand(0), &bytes);
     if (from) {
       d.take(from->name);
       d.expect(2, 2);
@@ -275,7 +275,7 @@ void decode_cvt(Decoder& d) {
   if (last == "tf32" || before == "tf32") d.fail("conversion to tf32");
   Type t = d.type(), s = d.type();
   int to_bytes = t.bytes, from_bytes = s.bytes;
-  d.in.a[0] = d.register_of(d.operand(0), &to_bytes);
+  d.in.a[0] = d.target_of(d.operand(0), &to_bytes);
   d.in.a[1] = d.register_of(d.operand(1), &from_bytes);
   if (to_bytes < t.bytes || from_bytes < s.bytes) d.fail("register is narrower than the type");
   d.in.size = to_bytes | from_bytes << 8;

@@ -704,7 +704,7 @@ void check_cta_groups(const Program& program) {
     for (const std::string& part : s.opcode) {
       if (part.compare(0, 11, "cta_group::")) continue;
       if (first && part != group)
-        throw SimError(format("cta_group: all tcgen05 instructions of a kernel must name the same one: PTX line %d does not name that of line %d\n  %s\n  %s", s.line, first->line, s.text.c_str(), first->text.c_str()));
+        throw SimError(format("cta_group: all tcgen05 instructions of a kernel must name the same one; here it is not that of PTX line %d\nkernel %s, PTX line %d\n  %s", first->line, program.function->name.c_str(), s.line, s.text.c_str()));
       if (!first) first = &s;
       group = part;
     }
