@@ -265,7 +265,7 @@ def test_a_product_between_a_store_and_a_load_of_other_threads(seed):
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        (f"{AFTER} {LOAD}", LOAD, "tensor_fence: no tcgen05.fence::after_thread_sync since .* tcgen05 operations of warp"),
+        (f"{AFTER} {LOAD}", LOAD, "tensor_fence: no tcgen05.fence::after_thread_sync since .* tcgen05 operations"),
         (f"{BEFORE} bar.sync 0; {AFTER}", f"bar.sync 0; {AFTER}", "tensor_fence: no tcgen05.fence::before_thread_sync"),
         (f"{BEFORE} bar.sync 0; {AFTER}", f"{BEFORE} bar.sync 0;", "tensor_fence: no tcgen05.fence::after_thread_sync"),
         ("tcgen05.wait::st.sync.aligned;", "", "async_early: write over an asynchronous result .* of tcgen05.st of"),
