@@ -239,6 +239,22 @@ def test_a_barrier_of_another_cta_must_be_known_to_be_initialised():
             run(body.replace(relaxed, "bar.sync 0;"), grid=2, cluster=2, seed=seed)
 
 
+SENT = f"""@!%p0 mbarrier.init.shared.b64 [bar], 1; {SYNC} setp.ne.u32 %p2, %r20, 0; @%p2 bra READER; @%p0 bra END;
+  mov.u32 %r5, tile; mapa.shared::cluster.u32 %r5, %r5, 1; st.shared::cluster.b32 [%r5], %r20; mov.u32 %r6, bar;
+  mapa.shared::cluster.u32 %r6, %r6, 1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r6]; bra END;
+  READER: mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p4, [bar], 0; @!%p4 bra READER;
+  ld.shared.b32 %r7, [tile]; END:"""
+
+
+def test_what_another_cta_sends_needs_the_scope_of_the_cluster():
+    for seed in SEEDS:
+        run(SENT, grid=2, cluster=2, seed=seed)
+        run(SENT.replace(".release.cluster", "").replace(".acquire.cluster", ""), grid=2, cluster=2, seed=seed)
+    for order in (".release.cluster", ".acquire.cluster"):
+        narrow = SENT.replace(order, order.replace("cluster", "cta"))
+        reports(narrow, "race: read not ordered after the write by warp 0 of CTA .0", grid=2, cluster=2)
+
+
 # ---- tensor memory ----
 NUMBERS = vector(100, 8)
 HELD = f"{ALLOC.format(1)} bar.sync 0; ld.shared.b32 %r1, [held]; {QUARTER}"

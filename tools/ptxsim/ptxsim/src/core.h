@@ -113,7 +113,9 @@ struct Mbarrier {
   uint32_t agent = 0;           // channel of the asynchronous operations that complete here
   uint32_t initialized_by = 0;  // epoch
   uint32_t initializer = 0;     // lane, as a mask
-  Clock arriving, completed;
+  // What arrivals have released: those of the own CTA and of asynchronous operations, and those of other CTAs, which a
+  // wait of scope .cta does not take in.
+  struct Release { Clock own, others; } arriving, completed;
   std::vector<Warp*> waiters;
 };
 

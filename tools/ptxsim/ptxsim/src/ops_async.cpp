@@ -108,7 +108,7 @@ void cp_async_mbarrier(Warp& w, const Instr& in, uint32_t mask) {
     if (!in.n) ++b->pending;
     Machine* machine = w.machine;
     auto action = [machine, b, p, agent, mark, l] {
-      b->arriving.seen.see(agent, mark, 1u << l);
+      b->arriving.own.seen.see(agent, mark, 1u << l);
       arrive_asynchronously(*machine, *b, p.address);
     };
     if (groups.done(mark)) action();

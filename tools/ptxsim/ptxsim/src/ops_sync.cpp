@@ -9,9 +9,10 @@ void complete_phase(Machine& machine, Mbarrier& b) {
   if (b.pending != 0 || b.transactions != 0) return;
   ++b.phase;
   b.pending = b.expected;
-  b.completed.join(b.arriving);
-  b.arriving = Clock(b.completed.cluster);
-  b.completed.seen.see(b.agent, b.phase);
+  b.completed.own.join(b.arriving.own);
+  b.completed.others.join(b.arriving.others);
+  b.arriving = {Clock(b.completed.own.cluster), Clock(b.completed.own.cluster)};
+  b.completed.own.seen.see(b.agent, b.phase);
   ++machine.progress;
   std::vector<Warp*> waiters;
   waiters.swap(b.waiters);
@@ -104,7 +105,7 @@ void mbar_init(Warp& w, const Instr& in, uint32_t mask) {
     b.agent = old != p.cta->mbarriers.end() ? old->second.agent : p.cta->cluster->agents->add(format("the mbarrier at 0x%x", p.address), true, p.cta->rank);
     b.initialized_by = actor.tag;
     b.initializer = actor.lanes;
-    b.arriving = b.completed = Clock(p.cta->cluster->number);
+    b.arriving = b.completed = {Clock(p.cta->cluster->number), Clock(p.cta->cluster->number)};
     p.cta->mbarriers[p.address] = b;
   }
   w.lane = -1;
@@ -139,8 +140,10 @@ void mbar_arrive(Warp& w, const Instr& in, uint32_t mask) {
         if (q.cta == p.cta && q.address == p.address) together |= 1u << other;
       }
       w.lane = l;
-      if (in.kind & Kind::relaxed) w.release_relaxed(together, Kind::scope(in.kind), b.arriving);
-      else w.release(together, b.arriving);
+      bool far = p.cta != w.cta;
+      Clock& to = far ? b.arriving.others : b.arriving.own;
+      if (in.kind & Kind::relaxed || (far && Kind::scope(in.kind) == kCtaScope)) w.release_relaxed(together, Kind::scope(in.kind), to);
+      else w.release(together, to);
       released |= together;
     }
     uint32_t operand = in.a[2] >= 0 ? w.reg<uint32_t>(in.a[2])[l] : 1;
@@ -166,8 +169,12 @@ void mbar_arrive(Warp& w, const Instr& in, uint32_t mask) {
 }
 
 void take_in(Warp& w, const Instr& in, uint32_t mask, const Mbarrier& b) {
-  if (in.kind & Kind::relaxed) w.acquire_relaxed(mask, Kind::scope(in.kind), b.completed);
-  else w.acquire(mask, b.completed);
+  auto take = [&](const Clock& from, Scope least) {
+    if (in.kind & Kind::relaxed || Kind::scope(in.kind) < least) w.acquire_relaxed(mask, std::max(least, Kind::scope(in.kind)), from);
+    else w.acquire(mask, from);
+  };
+  take(b.completed.own, kCtaScope);
+  if (w.cta->cluster->ctas.size() > 1) take(b.completed.others, kClusterScope);
 }
 
 void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
@@ -243,10 +250,11 @@ void decode_mbarrier(Decoder& d) {
   if (d.take("parity")) d.in.kind |= Kind::parity;
   std::string sem = d.take_one({"release", "acquire", "relaxed"});
   if (sem == "relaxed") d.in.kind |= Kind::relaxed;
+  // Arrivals at other CTAs' mbarriers that name no scope, and their waits, are usual (in CUTLASS): they count as .cluster.
   std::string scope = d.take_one({"cta", "cluster"});
   if (scope.empty() != sem.empty()) d.fail("order and scope come together");
   if (sem == (op >= test_wait ? "release" : "acquire")) d.fail("`." + sem + "` has no meaning here");
-  d.in.kind |= (scope == "cluster" ? kClusterScope : kCtaScope) << Kind::scopes;
+  d.in.kind |= (scope == "cta" ? kCtaScope : kClusterScope) << Kind::scopes;
   d.in.kind |= static_cast<int>(take_space(d));
   Type t = d.type();
   if (t.name != "b64") d.fail("type ." + t.name);

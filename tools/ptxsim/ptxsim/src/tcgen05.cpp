@@ -566,7 +566,7 @@ void commit(Warp& w, const Instr& in, uint32_t mask) {
     }
     push(w, core, op_commit, [machine, barriers, place, relied_on] {
       for (Mbarrier* b : barriers) {
-        b->arriving.join(relied_on);
+        b->arriving.own.join(relied_on);
         arrive_asynchronously(*machine, *b, place.address);
       }
     });
