@@ -78,6 +78,7 @@ def test_right_programs_pass_every_check(name, seed):
 
 WRONG = [
     ("global_bounds", "ld.global.b32 %r0, [%q0+4096];", "nearest: buffer 0 of 4096 bytes, offset 4096"),
+    ("global_bounds", "mov.b64 %d0, -4; ld.global.b32 %r0, [%d0];", "4 bytes at global address 0xfffffffffffffffc"),
     ("global_bounds", "mov.b64 %d0, 64; st.global.b32 [%d0], %t;", "outside every buffer"),
     ("alignment", "ld.global.v2.b32 {%r0, %r1}, [%q0+4];", "not a multiple of 8"),
     ("alignment", FILL + "bar.sync 0; ld.shared.b32 %r2, [tile+2];", "not a multiple of 4"),

@@ -88,7 +88,7 @@ uint8_t* GlobalMemory::find(uint64_t address, uint32_t n) {
   // Buffers may be views of one another: any that holds the whole access will do.
   for (auto b = it; b != buffers_.begin();) {
     --b;
-    if (address >= b->begin && address + n <= b->end) { last_ = &*b; return reinterpret_cast<uint8_t*>(address); }
+    if (b->holds(address, n)) { last_ = &*b; return reinterpret_cast<uint8_t*>(address); }
   }
   if (checks_ & kGlobalBounds) {
     std::string near = "no buffer lies below";

@@ -59,6 +59,7 @@ class GlobalMemory {
     uint64_t begin, end;
     std::string name;
     bool tracked;
+    bool holds(uint64_t address, uint32_t n) const { return address >= begin && address < end && n <= end - address; }
   };
   GlobalMemory(uint32_t checks, Stream& stream);
   void add(const void* data, uint64_t bytes, const std::string& name, bool tracked = true);
@@ -66,7 +67,7 @@ class GlobalMemory {
   // bounds check off, accesses outside read zeros and write nowhere.
   uint8_t* at(uint64_t address, uint32_t n, uint32_t align) {
     if ((address & (align - 1)) != 0) misaligned(address, align);
-    if (address >= last_->begin && address + n <= last_->end) return reinterpret_cast<uint8_t*>(address);
+    if (last_->holds(address, n)) return reinterpret_cast<uint8_t*>(address);
     return find(address, n);
   }
   // After at() has found the place.
