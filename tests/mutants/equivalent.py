@@ -1,0 +1,3 @@
+"""Mutants that change nothing that may be relied on, and why."""
+
+EQUIVALENT: dict[tuple[str, str], dict[int, str]] = {}
