@@ -27,6 +27,7 @@ class Edit:
 
     replacement: a template, or a function of the match, which gives None to leave it alone. together: one mutant, of
     all matches. seeds: under which it must be noticed; numbers do not depend on them. case: which to try first.
+    spare: what is left alone.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Edit:
     together: bool = False
     seeds: tuple[int, ...] = SEEDS
     case: str | None = None
+    spare: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class Mutant:
 def mutants(text: str, lines, edit: Edit) -> Iterator[Mutant]:
     """The mutants of a kernel where a match begins in one of ``lines``, those that are executed."""
     whole, last, number = [], 0, 0
+    spared = [match.span() for match in re.finditer(edit.spare, text)] if edit.spare else []
     for match in re.finditer(edit.pattern, text, re.MULTILINE):
+        if any(begin <= match.start() < end for begin, end in spared):
+            continue
         changed = edit.replacement(match) if callable(edit.replacement) else match.expand(edit.replacement)
         if changed is None:
             continue
@@ -119,6 +124,7 @@ def opcode(name: str, operands: str = "[^;]*") -> str:
 LOW_HALF = r"(or\.b64 \s*%rd\d+, %rd\d+, )(46116\d{14});"  # of matrix descriptors: the constants that the DSL adds
 HIGH_HALF = r"(mov\.b32 \s*%r\d+, )(107374\d{4});"
 TWO_LATER = r"((?:(?!{0})[\s\S])*?)"  # what lies between, without a further {0}
+CONSTANT = r"((?:add|and|mul\.lo|mul\.wide|mov|min|max)\.[bsu](?:32|64) [^;]*, )(-?\d+);"
 OFFSET = r"(?:mul\.wide\.[su]32|mul\.lo\.s64|mad\.lo\.s64|shl\.b64|add\.s64)\s+(%rd\d+), %rd?\d+, [^;]*"
 
 BOTH, HOPPER, BLACKWELL = ("sm_90a fwd", "sm_100f fwd"), ("sm_90a fwd",), ("sm_100f fwd",)
@@ -160,7 +166,8 @@ SYNCHRONISATION = [
     Edit("setmaxnreg: direction", BOTH, r"setmaxnreg\.(inc|dec)", swap("inc", "dec"), {"registers"}),
     Edit("setmaxnreg: more", BOTH, r"(setmaxnreg[\w.]*\s+)(\d+);", registers(lambda n: n + 8), {"registers"}),
     Edit(
-        "setmaxnreg: few", BOTH, r"(setmaxnreg[\w.]*\s+)(\d+);", registers(lambda n: 24 if n > 24 else 240), {"registers"}
+        "setmaxnreg: few", BOTH, r"(setmaxnreg[\w.]*\s+)(\d+);", registers(lambda n: 24 if n > 24 else 240),
+        {"registers"},
     ),
     Edit("wait for copies dropped", BOTH, r"cp\.async\.wait_group[^;]*;", "", ORDER),
     Edit("wait for bulk copies dropped", BOTH, r"cp\.async\.bulk\.wait_group[^;]*;", "", {"async_early"}),
@@ -197,9 +204,7 @@ HOPPER_PRODUCTS = [
     Edit("descriptor: start", HOPPER, LOW_HALF, constant(lambda bits: bits + 2), ORDER | {NUMBERS}),
     Edit("wgmma: A negated", HOPPER, r"(wgmma\.mma_async[^;]*), 1,\s+1, ", r"\1, -1, 1, ", {NUMBERS}),
     Edit("wgmma: B transposed", HOPPER, r"(wgmma\.mma_async[^;]*), 1;", r"\1, 0;", ORDER | {NUMBERS}),
-    Edit(
-        "shuffle from elsewhere", HOPPER, r"shfl\.sync\.bfly(.*), 2, 31, -1;", r"shfl.sync.bfly\1, 4, 31, -1;", {NUMBERS}
-    ),
+    Edit("shuffle from elsewhere", HOPPER, r"(shfl\.sync\.bfly.*), 2, 31, -1;", r"\1, 4, 31, -1;", {NUMBERS}),
 ]  # fmt: skip
 
 BLACKWELL_PRODUCTS = [
@@ -213,7 +218,7 @@ BLACKWELL_PRODUCTS = [
     Edit("wait for stores dropped", BLACKWELL, r"tcgen05\.wait::st[^;]*;", "", ORDER),
     Edit("fence after a barrier dropped", BLACKWELL, r"tcgen05\.fence::after[^;]*;", "", {"tensor_fence"}),
     Edit("fence before a barrier dropped", BLACKWELL, r"tcgen05\.fence::before[^;]*;", "", {"tensor_fence"}),
-    Edit("all fences of tensor memory dropped", BLACKWELL, r"tcgen05\.fence[^;]*;", "", {"tensor_fence"}, together=True),
+    Edit("all tensor fences dropped", BLACKWELL, r"tcgen05\.fence[^;]*;", "", {"tensor_fence"}, together=True),
     Edit("tensor memory kept", BLACKWELL, r"tcgen05\.dealloc[^;]*;", "", {"tensor_leak"}),
     Edit("product left out", BLACKWELL, r"tcgen05\.mma[^;]*;", "", ORDER | {NUMBERS}),
     Edit("accumulator elsewhere", BLACKWELL, r"(tcgen05\.mma[^;\[]*\[%r\d+)(\+\d+)?", further(16), TENSOR),
@@ -231,28 +236,25 @@ COPIES = [
 ]  # fmt: skip
 
 ARITHMETIC = [
-    Edit(
-        "offset cut, with its sign", ALL, opcode(OFFSET, ""), r"\1 shl.b64 \2, \2, 32; shr.s64 \2, \2, 32;", case="large"
-    ),
+    Edit("signed offset cut", ALL, opcode(OFFSET, ""), r"\1 shl.b64 \2, \2, 32; shr.s64 \2, \2, 32;", case="large"),
     Edit("offset cut", ALL, opcode(OFFSET, ""), r"\1 shl.b64 \2, \2, 32; shr.u64 \2, \2, 32;", case="large"),
     Edit("log2(e) off by 0.01 %", ALL, "0f3FB8AA3B", "0f3FB8AEF5", {NUMBERS}),
     Edit("ln(2) off by 0.01 %", ALL, "0f3F317218", "0f3F3176A3", {NUMBERS}),
     Edit("1 % more", ALL, r"^[ \t]*(mul(?:\.rn)?\.f32 \s*(%r\d+),[^;]*;)", r"\1 mul.f32 \2, \2, 0f3F8147AE;"),
     Edit("lt and le", ALL, r"setp\.(lt|le)\.", swap("lt", "le")),
     Edit("gt and ge", ALL, r"setp\.(gt|ge)\.", swap("gt", "ge")),
-    Edit("eq and ne", ALL, r"setp\.(eq|ne)\.", swap("eq", "ne")),
-    Edit("and and or", ALL, r"^[ \t]*(and|or)\.pred", swap("and", "or")),
     Edit("minimum and maximum", ALL, r"^[ \t]*(min|max)\.", swap("min", "max")),
-    Edit("select the other", ALL, r"(selp[\w.]* \s*[^,]*), ([^,]*), ([^,]*), (%p\d+);", r"\1, \3, \2, \4;"),
-    Edit("difference the other way", ALL, r"(sub[\w.]* \s*[^,]*), ([^,]*), ([^,;]*);", r"\1, \3, \2;"),
     Edit(
         "shift by a bit more", ALL, r"(sh[lr]\.[bsu](?:32|64) \s*[^;]*, )(\d+);", constant(lambda n: n + 1)
     ),
-    Edit("constant one more", ALL,
-         r"((?:add|and|or|xor|mul\.lo|mul\.wide|mov|min|max)\.[bsu](?:32|64) [^;]*, )(-?\d+);", constant(lambda n: n + 1)),
-    Edit("constant one less", ALL,
-         r"((?:add|and|or|xor|mul\.lo|mul\.wide|mov|min|max)\.[bsu](?:32|64) [^;]*, )(-?\d+);", constant(lambda n: n - 1)),
+    Edit("constant one more", ALL, CONSTANT, constant(lambda n: n + 1)),
+    Edit("constant one less", ALL, CONSTANT, constant(lambda n: n - 1)),
 ]  # fmt: skip
 
+# A division that rounds down is one that rounds to zero, and a correction for negative numbers: there are none.
+ROUNDING = (
+    r"shr\.s32 [^;]*, 31;\s*shr\.u32 [^;]*;|(?:and\.b32 [^;]*, -\d+|mul\.lo\.s32 [^;]*);\s*setp\.ne[^;]*;"
+    r"\s*setp\.lt\.s32[^;]*;\s*and\.pred[^;]*;\s*selp\.b32[^;]*, -1, 0, %p\d+;"
+)
 ORDERED = [*SYNCHRONISATION, *HOPPER_PRODUCTS, *BLACKWELL_PRODUCTS, *COPIES]
-EDITS = [*ORDERED, *(replace(edit, seeds=SEEDS[-1:]) for edit in ARITHMETIC)]
+EDITS = [*ORDERED, *(replace(edit, seeds=SEEDS[-1:], spare=ROUNDING) for edit in ARITHMETIC)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from guarded import Guarded
+from large import LargeCall
 from places import HOST, SEEDS, Place, assert_close, attend, build, without_digest
 from reference import BLOCK, make_case
 from selections import WALK_ARRAYS, Selection, assert_same, neighbours, random_selection
@@ -50,10 +51,10 @@ class Target:
     def caught_by(self, text: str, seeds=SEEDS, first: str | None = None) -> str | None:
         """The check that stops a call of the changed kernel, NUMBERS or ENDLESS; None: nothing notices.
 
-        first: the name of the case to begin with.
+        first: what the names of the cases to begin with begin with.
         """
         with replaced(self.kernel[0], text):
-            for case in sorted(self.cases, key=lambda name: name != first):
+            for case in sorted(self.cases, key=lambda name: not name.startswith(first or "")):
                 for seed in seeds:
                     try:
                         self.run(case, seed, max_steps=MAX_STEPS)
@@ -143,6 +144,14 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
             finally:
                 array.copy_(kept)
 
+    @functools.cache
+    def large_call(traversal):
+        return LargeCall(g, traversal, topk, partial, temperature)
+
+    def large(traversal):
+        sim.options.multiprocessors = 2
+        large_call(traversal).check()
+
     cases = {}
     traversals = Place("cpu", arch).traversals
     cases |= {f"small {way}": functools.partial(check, "small", way, 2) for way in traversals}
@@ -150,6 +159,9 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
     if len(traversals) > 1:
         cases |= {f"totals {way}": functools.partial(check, "small", way, 2, slice(1, None)) for way in traversals}
     cases |= {f"garbage {way}": functools.partial(garbage, way) for way in traversals}
+    walks_far = operation == "fwd" and temperature is None
+    for way in traversals if walks_far else traversals[:1]:
+        cases[f"large {way}"] = functools.partial(large, way)
     words = [arch, operation, f"g{g}" if operation == "fwd" else f"topk{topk}", partial]
     return Target(" ".join(words + ["temperature"] * (temperature is not None)), arch, operation, cases)
 
