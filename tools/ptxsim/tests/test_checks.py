@@ -131,7 +131,7 @@ def test_more_shared_memory_than_a_cta_has_is_refused():
         ("add.weird.s32 %r0, %r1, %r2;", "unknown modifier `.weird`"),
         ("add.s32 %r0, %r1;", "2 operands"),
         ("add.s32 %d0, %r1, %r2;", "register %d0 has 8 bytes"),
-        ("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%r0}, {%r1}, {%r2}, {%r3};", "unknown matrix shape"),
+        ("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc %r0, %r1, %r2, %r3;", "unknown matrix shape"),
         ("bra NOWHERE;", "unknown name `NOWHERE`"),
     ],
 )

@@ -38,6 +38,7 @@ const OpcodeTable& opcodes() {
     register_memory(t);
     register_warp(t);
     register_matrix(t);
+    register_mma(t);
     register_sync(t);
     register_async(t);
     register_wgmma(t);

@@ -79,6 +79,7 @@ void register_control(OpcodeTable& table);
 void register_memory(OpcodeTable& table);
 void register_warp(OpcodeTable& table);
 void register_matrix(OpcodeTable& table);
+void register_mma(OpcodeTable& table);
 void register_sync(OpcodeTable& table);
 void register_async(OpcodeTable& table);
 void register_wgmma(OpcodeTable& table);

@@ -11,13 +11,17 @@
 namespace ptxsim {
 namespace {
 
-uint32_t group_agent(Warp& w, Groups& g, const char* what, bool async_proxy) {
-  if (!g.agent) g.agent = w.cta->cluster->agents.add(format("%s of warp %d", what, w.index), async_proxy);
-  return g.agent;
+uint32_t new_agent(Warp& w, const char* what, bool async_proxy) {
+  return w.cta->cluster->agents->add(format("%s of warp %d", what, w.index), async_proxy, w.cta->rank);
+}
+
+uint32_t copies_agent(Warp& w) {
+  if (!w.cp_async.agent) w.cp_async.agent = new_agent(w, "cp.async groups", false);
+  return w.cp_async.agent;
 }
 
 std::string describe_groups(const Warp& w) {
-  return format("%zu asynchronous groups that have not taken effect", w.bulk.outstanding.size() + w.cp_async.outstanding.size());
+  return format("%zu asynchronous groups that have not taken effect", w.bulk.outstanding() + w.cp_async.outstanding());
 }
 
 void group_operation_done(Warp& w, Groups& g, uint32_t mark) {
@@ -25,26 +29,48 @@ void group_operation_done(Warp& w, Groups& g, uint32_t mark) {
   if (w.describe_wait == describe_groups && w.status == Warp::waiting) w.wake();
 }
 
-void wait_for_groups(Warp& w, Groups& g, uint64_t pending, bool async_proxy) {
-  uint32_t mark = g.covered(pending);
-  if (!g.done(mark)) {
+// Each thread waits for its own groups. `reads`: only for what they read; results are not known then.
+void wait_for_groups(Warp& w, ThreadGroups& groups, uint32_t mask, uint64_t pending, bool reads) {
+  for (uint32_t m = mask; m; m &= m - 1) {
+    Groups& g = groups.of[static_cast<size_t>(__builtin_ctz(m))];
+    if (g.done(g.covered(pending))) continue;
     w.retry();
     w.wait(describe_groups);
     return;
   }
-  if (mark) w.clock.see(g.agent, mark, async_proxy);
+  w.for_sets(mask, [&](LaneSet& s) {
+    for (uint32_t rest = s.mask & mask & w.live; rest;) {
+      uint32_t mark = groups.of[static_cast<size_t>(__builtin_ctz(rest))].covered(pending), alike = 0;
+      for (uint32_t m = rest; m; m &= m - 1)
+        if (groups.of[static_cast<size_t>(__builtin_ctz(m))].covered(pending) == mark) alike |= m & -m;
+      rest &= ~alike;
+      auto see = [&](uint32_t agent) { alike == w.live ? s.clock.seen.see(agent, mark) : s.clock.seen.see(agent, mark, alike); };
+      if (mark && !reads) see(groups.agent);
+      if (mark && groups.reads) see(groups.reads);
+    }
+  });
+}
+
+// An operation that a lane issues; what it reads and writes remembers the epoch.
+Actor issued_by(Warp& w, int lane, uint32_t tag, uint32_t lanes, bool async_proxy) {
+  Actor a = w.actor(lane);
+  a.tag = tag;
+  a.lanes = lanes;
+  a.async_proxy = async_proxy;
+  return a;
 }
 
 // ---- cp.async ----
 // a[0] destination, a[1] source, a[2] bytes to read or -1, a[3] offset of the source; in.size bytes; in.imm offset of
 // the destination
 void cp_async(Warp& w, const Instr& in, uint32_t mask) {
-  uint32_t agent = group_agent(w, w.cp_async, "cp.async groups", false);
-  uint32_t mark = w.cp_async.mark, size = static_cast<uint32_t>(in.size);
-  Actor actor{epoch(agent, mark), &w.clock, false, false, w.line()};
+  uint32_t agent = copies_agent(w), size = static_cast<uint32_t>(in.size);
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     w.lane = l;
+    Groups& groups = w.cp_async.of[static_cast<size_t>(l)];
+    uint32_t mark = groups.mark;
+    Actor actor = issued_by(w, l, epoch(agent, mark), 1u << l, false);
     uint64_t to = (in.kind & 1 ? w.reg<uint64_t>(in.a[0])[l] : w.reg<uint32_t>(in.a[0])[l]) + in.imm;
     SharedPlace p = shared_place(w, static_cast<uint32_t>(to));
     uint8_t* destination = p.cta->shared->at(p.address, size, size);
@@ -53,14 +79,15 @@ void cp_async(Warp& w, const Instr& in, uint32_t mask) {
     uint32_t read = in.a[2] >= 0 ? w.reg<uint32_t>(in.a[2])[l] : size;
     if (read > size) throw SimError(format("cp.async reads %u bytes of %u", read, size));
     const uint8_t* source = read ? w.machine->global.at(from, read, in.a[2] >= 0 ? 1 : size) : nullptr;
-    ++w.cp_async.outstanding[mark];
-    w.machine->issue(w, [&w, destination, source, size, read, mark] {
+    if (read) w.machine->global.note_read(from, read, actor);
+    groups.issued();
+    w.machine->issue(w, [&w, &groups, destination, source, size, read, mark] {
       if (read) std::memcpy(destination, source, read);
       std::memset(destination + read, 0, size - read);
-      group_operation_done(w, w.cp_async, mark);
+      group_operation_done(w, groups, mark);
       for (size_t i = 0; i < w.after_copies.size();) {
-        if (!w.cp_async.done(w.after_copies[i].first)) { ++i; continue; }
-        auto action = std::move(w.after_copies[i].second);
+        if (!w.cp_async.of[static_cast<size_t>(w.after_copies[i].lane)].done(w.after_copies[i].mark)) { ++i; continue; }
+        auto action = std::move(w.after_copies[i].action);
         w.after_copies.erase(w.after_copies.begin() + static_cast<long>(i));
         action();
       }
@@ -70,21 +97,22 @@ void cp_async(Warp& w, const Instr& in, uint32_t mask) {
 }
 
 void cp_async_mbarrier(Warp& w, const Instr& in, uint32_t mask) {
-  uint32_t agent = group_agent(w, w.cp_async, "cp.async groups", false);
-  uint32_t mark = w.cp_async.mark++;
+  uint32_t agent = copies_agent(w);
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     w.lane = l;
+    Groups& groups = w.cp_async.of[static_cast<size_t>(l)];
+    uint32_t mark = groups.mark++;
     SharedPlace p = mbarrier_place(w, lane_address(w, in, in.a[0], in.kind & 4, l), static_cast<Space>(in.kind & 3));
     Mbarrier* b = &find_mbarrier(w, p);
     if (!in.n) ++b->pending;
     Machine* machine = w.machine;
-    auto action = [machine, b, p, agent, mark] {
-      b->arriving.see(agent, mark, false);
+    auto action = [machine, b, p, agent, mark, l] {
+      b->arriving.seen.see(agent, mark, 1u << l);
       arrive_asynchronously(*machine, *b, p.address);
     };
-    if (w.cp_async.done(mark)) action();
-    else w.after_copies.emplace_back(mark, action);
+    if (groups.done(mark)) action();
+    else w.after_copies.push_back({l, mark, action});
   }
   w.lane = -1;
 }
@@ -94,12 +122,13 @@ void cp_async_mbarrier(Warp& w, const Instr& in, uint32_t mask) {
 struct Completion {
   Mbarrier* barrier = nullptr;
   uint32_t address = 0;
+  int lane = 0;
   uint32_t mark = 0;
 };
 
 void signal(Warp& w, const Completion& c, uint32_t bytes) {
   if (c.barrier) complete_transactions(*w.machine, *c.barrier, c.address, bytes);
-  else group_operation_done(w, w.bulk, c.mark);
+  else group_operation_done(w, w.bulk.of[static_cast<size_t>(c.lane)], c.mark);
 }
 
 Completion barrier_of(Warp& w, SharedPlace p) {
@@ -110,19 +139,32 @@ Completion barrier_of(Warp& w, SharedPlace p) {
 }
 
 Completion group_of(Warp& w) {
-  group_agent(w, w.bulk, "bulk groups", true);
+  if (!w.bulk.agent) {
+    w.bulk.agent = new_agent(w, "bulk groups", true);
+    w.bulk.reads = new_agent(w, "bulk groups", true);
+  }
   Completion c;
-  c.mark = w.bulk.last = w.bulk.mark;
-  ++w.bulk.outstanding[c.mark];
+  c.lane = w.lane;
+  Groups& groups = w.bulk.of[static_cast<size_t>(c.lane)];
+  c.mark = groups.mark;
+  groups.issued();
   return c;
 }
 
-Actor async_actor(Warp& w, const Completion& c) {
-  Actor a{c.barrier ? completion_epoch(*c.barrier) : epoch(w.bulk.agent, c.mark), &w.clock, true, false, w.line()};
-  return a;
+// reads: of a bulk group, whose source may be waited for apart from its result
+Actor async_actor(Warp& w, const Completion& c, bool reads) {
+  if (c.barrier) return issued_by(w, w.lane, completion_epoch(*c.barrier), 1, true);
+  return issued_by(w, w.lane, epoch(reads ? w.bulk.reads : w.bulk.agent, c.mark), 1u << c.lane, true);
 }
 
 enum Reduction { none, add, min, max, inc, dec, and_, or_, xor_ };
+
+// Who writes the result of a bulk group. Reductions are atomic: those of many copies may meet.
+Actor result_actor(Warp& w, const Completion& c, int op) {
+  Actor a = async_actor(w, c, false);
+  if (op != none) a.scope = kGpuScope;
+  return a;
+}
 
 template <class T>
 void reduce_as(int op, uint8_t* to, const uint8_t* from, uint32_t bytes) {
@@ -293,6 +335,18 @@ TensorMap map_of(Warp& w, const Instr& in, int lane) {
   return map;
 }
 
+void note_boxes(Warp& w, const TensorMap& map, const Places& places, const Actor& actor, bool writing) {
+  GlobalMemory& global = w.machine->global;
+  for (const auto& at : places)
+    for_each_row(map, at.data(), [&](uint64_t address, uint32_t, uint32_t count, uint32_t) {
+      uint32_t bytes = count * map.unit_bytes;
+      if (!count) return;
+      global.at(address, bytes, 1);
+      if (writing) global.note_write(address, bytes, actor);
+      else global.note_read(address, bytes, actor);
+    });
+}
+
 void tensor_load(Warp& w, const Instr& in, uint32_t mask) {
   const int32_t* lists = w.program->lists.data() + in.list;
   for (uint32_t m = mask; m; m &= m - 1) {
@@ -310,11 +364,14 @@ void tensor_load(Warp& w, const Instr& in, uint32_t mask) {
       Target t;
       t.done = barrier_of(w, {signalled(w, in, cta, barrier.cta), barrier.address});
       t.data = cta->shared->at(to.address, bytes, 16);
+      Actor actor = async_actor(w, t.done, false);
+      note_visit(w, l, *cta, actor);
       // Padding stays as if nobody had written it.
-      if (!map.padded()) cta->shared->note_write(to.address, bytes, async_actor(w, t.done));
-      else for_each_chunk(map, to.address, 0, bytes, [&](uint32_t place, uint32_t) { cta->shared->note_write(to.address + place, map.unit_bytes, async_actor(w, t.done)); });
+      if (!map.padded()) cta->shared->note_write(to.address, bytes, actor);
+      else for_each_chunk(map, to.address, 0, bytes, [&](uint32_t place, uint32_t) { cta->shared->note_write(to.address + place, map.unit_bytes, actor); });
       targets.push_back(t);
     }
+    note_boxes(w, map, places, async_actor(w, targets[0].done, true), false);
     w.machine->issue(w, [&w, map, places, bytes, to, targets] {
       std::vector<uint8_t> box(bytes);
       uint8_t* part = box.data();
@@ -352,7 +409,8 @@ void tensor_store(Warp& w, const Instr& in, uint32_t mask) {
     uint32_t bytes = box_bytes(map) * static_cast<uint32_t>(places.size());
     SharedPlace from = shared_operand(w, operand_address(w, in.a[0], in.kind & Bulk::wide_shared, l, lists[in.n]), bytes, shared_alignment(map));
     Completion done = group_of(w);
-    from.cta->shared->note_read(from.address, bytes, async_actor(w, done));
+    from.cta->shared->note_read(from.address, bytes, async_actor(w, done, true));
+    note_boxes(w, map, places, result_actor(w, done, in.size), true);
     const uint8_t* data = from.cta->shared->at(from.address, bytes, 16);
     int op = in.size;
     w.machine->issue(w, [&w, map, places, bytes, from, data, done, op] {
@@ -385,9 +443,10 @@ void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
     uint64_t other = operand_address(w, in.a[2], in.kind & Bulk::wide_source, l, lists[2]);
     if (in.n == 1) {
       Completion done = group_of(w);
-      near.cta->shared->note_read(near.address, bytes, async_actor(w, done));
+      near.cta->shared->note_read(near.address, bytes, async_actor(w, done, true));
       const uint8_t* data = near.cta->shared->at(near.address, bytes, 16);
       uint8_t* to = w.machine->global.at(other, bytes, 16);
+      if (bytes) w.machine->global.note_write(other, bytes, result_actor(w, done, in.size & 0xff));
       int op = in.size & 0xff, type = in.size >> 8;
       w.machine->issue(w, [&w, data, to, bytes, done, op, type] {
         deliver(op, type, to, data, bytes);
@@ -407,8 +466,11 @@ void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
     }
     for (Cta* cta : destinations(w, in, near, l)) {
       Completion done = barrier_of(w, {in.kind & Bulk::multicast ? cta : barrier.cta, barrier.address});
-      if (source.cta) source.cta->shared->note_read(source.address, bytes, async_actor(w, done));
-      cta->shared->note_write(near.address, bytes, async_actor(w, done));
+      Actor actor = async_actor(w, done, true);
+      if (source.cta) source.cta->shared->note_read(source.address, bytes, actor);
+      else if (bytes && w.machine->global.at(other, bytes, 16)) w.machine->global.note_read(other, bytes, actor);
+      note_visit(w, l, *cta, actor);
+      cta->shared->note_write(near.address, bytes, actor);
       uint8_t* to = cta->shared->at(near.address, bytes, 16);
       w.machine->issue(w, [&w, to, from, bytes, done] {
         std::memcpy(to, from, bytes);
@@ -419,12 +481,16 @@ void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
   w.lane = -1;
 }
 
-void bulk_commit(Warp& w, const Instr&, uint32_t) { w.bulk.commit(); }
-void bulk_wait(Warp& w, const Instr& in, uint32_t) { wait_for_groups(w, w.bulk, in.imm, true); }
-void cp_async_commit(Warp& w, const Instr&, uint32_t) { w.cp_async.commit(); }
-void cp_async_wait(Warp& w, const Instr& in, uint32_t) {
-  if (in.n) w.cp_async.commit();  // wait_all: also for what was not committed
-  wait_for_groups(w, w.cp_async, in.imm, false);
+void commit(ThreadGroups& groups, uint32_t mask) {
+  for (uint32_t m = mask; m; m &= m - 1) groups.of[static_cast<size_t>(__builtin_ctz(m))].commit();
+}
+void bulk_commit(Warp& w, const Instr&, uint32_t mask) { commit(w.bulk, mask); }
+// in.n: only what is read
+void bulk_wait(Warp& w, const Instr& in, uint32_t mask) { wait_for_groups(w, w.bulk, mask, in.imm, in.n); }
+void cp_async_commit(Warp& w, const Instr&, uint32_t mask) { commit(w.cp_async, mask); }
+void cp_async_wait(Warp& w, const Instr& in, uint32_t mask) {
+  if (in.n) commit(w.cp_async, mask);  // wait_all: also for what was not committed
+  wait_for_groups(w, w.cp_async, mask, in.imm, false);
 }
 void nothing(Warp&, const Instr&, uint32_t) {}
 
@@ -446,7 +512,7 @@ int take_reduction(Decoder& d) {
 
 void decode_bulk(Decoder& d, bool reduce) {
   if (d.take("commit_group")) { d.expect(0, 0); d.in.fn = bulk_commit; return; }
-  if (d.take("wait_group")) { d.take("read"); d.expect(1, 1); d.in.imm = d.immediate(0); d.in.fn = bulk_wait; return; }
+  if (d.take("wait_group")) { d.in.n = d.take("read"); d.expect(1, 1); d.in.imm = d.immediate(0); d.in.fn = bulk_wait; return; }
   bool tensor = d.take("tensor");
   if (d.take("prefetch")) {
     d.take("tensor");
@@ -571,9 +637,14 @@ void decode_cp(Decoder& d) {
 
 }  // namespace
 
-void check_copies_waited_for(Warp& w) {
-  if (w.bulk.last && !w.clock.has_seen(epoch(w.bulk.agent, w.bulk.last)) && w.machine->checking(kAsyncEarly))
-    throw SimError("async_early: the warp exits without having waited for its bulk copies, which may still read shared memory");
+void check_copies_waited_for(Warp& w, uint32_t mask) {
+  if (!w.bulk.agent || !w.machine->checking(kAsyncEarly)) return;
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    uint32_t last = w.bulk.of[static_cast<size_t>(l)].last;
+    if (last && !w.set_of(l).clock.seen.has(epoch(w.bulk.reads, last), 1u << l))
+      throw SimError(format("async_early: lane %d exits without having waited for its bulk copies, which may still read shared memory", l));
+  }
 }
 
 void register_async(OpcodeTable& table) { table["cp"] = decode_cp; }

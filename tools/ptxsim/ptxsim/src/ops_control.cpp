@@ -16,6 +16,14 @@ void trap(Warp&, const Instr&, uint32_t) { throw SimError("trap: the kernel stop
 
 void nothing(Warp&, const Instr&, uint32_t) {}
 
+void wait_for_launches(Warp& w, const Instr&, uint32_t mask) {
+  uint32_t first = w.machine->first_cluster;
+  w.for_sets(mask, [&](LaneSet& s) { s.clock.before = first; });
+  if (!w.cta->lets_dependents_start) w.machine->waited = true;
+}
+
+void launch_dependents(Warp& w, const Instr&, uint32_t) { w.cta->lets_dependents_start = true; }
+
 }  // namespace
 
 void register_control(OpcodeTable& table) {
@@ -50,11 +58,12 @@ void register_control(OpcodeTable& table) {
     if (n < 24 || n > 256 || n % 8) d.fail("setmaxnreg takes a multiple of 8 from 24 to 256");
     d.in.fn = [](Warp& w, const Instr&, uint32_t) { w.converged(w.live); };
   };
-  // The simulator starts a kernel when what it depends on has finished.
+  // A kernel starts here when those before it have ended, but may rely on that only from its wait on.
   table["griddepcontrol"] = [](Decoder& d) {
-    if (std::string(d.take_one({"wait", "launch_dependents"})).empty()) d.fail("unknown action");
+    std::string action = d.take_one({"wait", "launch_dependents"});
+    if (action.empty()) d.fail("unknown action");
     d.expect(0, 0);
-    d.in.fn = nothing;
+    d.in.fn = action == "wait" ? wait_for_launches : launch_dependents;
   };
 }
 

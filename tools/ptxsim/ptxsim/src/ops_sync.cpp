@@ -10,8 +10,8 @@ void complete_phase(Machine& machine, Mbarrier& b) {
   ++b.phase;
   b.pending = b.expected;
   b.completed.join(b.arriving);
-  b.arriving = Clock();
-  b.completed.see(b.agent, b.phase, true);
+  b.arriving = Clock(b.completed.cluster);
+  b.completed.seen.see(b.agent, b.phase);
   ++machine.progress;
   std::vector<Warp*> waiters;
   waiters.swap(b.waiters);
@@ -50,7 +50,9 @@ SharedPlace mbarrier_place(Warp& w, uint64_t address, Space space) {
 Mbarrier& find_mbarrier(Warp& w, SharedPlace place) {
   auto it = place.cta->mbarriers.find(place.address);
   if (it == place.cta->mbarriers.end()) throw SimError(format("mbarrier: no initialised mbarrier at shared address 0x%x", place.address));
-  if (!w.clock.has_seen(it->second.initialized_by) && w.machine->checking(kMbarrier))
+  const Mbarrier& b = it->second;
+  bool own = epoch_agent(b.initialized_by) == w.agent && b.initializer == 1u << w.lane;
+  if (!own && !w.set_of(w.lane).clock.seen.has(b.initialized_by, b.initializer) && w.machine->checking(kMbarrier))
     throw SimError(format("mbarrier: the initialisation at shared address 0x%x is not ordered before this use", place.address));
   return it->second;
 }
@@ -72,7 +74,8 @@ namespace {
 // ---- mbarrier ----
 enum Mbar { init, inval, arrive, arrive_drop, expect_tx, complete_tx, test_wait, try_wait };
 struct Kind {
-  static constexpr int wide = 4, relaxed = 8, expecting = 16, parity = 32, no_complete = 64;
+  static constexpr int wide = 4, relaxed = 8, expecting = 16, parity = 32, no_complete = 64, scopes = 8;  // Scope << scopes
+  static Scope scope(int kind) { return static_cast<Scope>(kind >> scopes & 3); }
   static Space space(int kind) { return static_cast<Space>(kind & 3); }
 };
 
@@ -82,10 +85,10 @@ SharedPlace lane_place(Warp& w, const Instr& in, int lane) {
 }
 
 void mbar_init(Warp& w, const Instr& in, uint32_t mask) {
-  Actor actor = w.actor();
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     SharedPlace p = lane_place(w, in, l);
+    Actor actor = w.actor(l);
     uint32_t count = w.reg<uint32_t>(in.a[2])[l];
     if (count == 0 || count > kMaxCount) throw SimError(format("mbarrier: arrival count %u", count));
     if (p.cta->mbarriers.count(p.address) && w.machine->checking(kMbarrier))
@@ -97,8 +100,10 @@ void mbar_init(Warp& w, const Instr& in, uint32_t mask) {
     b.expected = count;
     b.pending = count;
     auto old = p.cta->mbarriers.find(p.address);
-    b.agent = old != p.cta->mbarriers.end() ? old->second.agent : p.cta->cluster->agents.add(format("the mbarrier at 0x%x", p.address), true);
+    b.agent = old != p.cta->mbarriers.end() ? old->second.agent : p.cta->cluster->agents->add(format("the mbarrier at 0x%x", p.address), true, p.cta->rank);
     b.initialized_by = actor.tag;
+    b.initializer = actor.lanes;
+    b.arriving = b.completed = Clock(p.cta->cluster->number);
     p.cta->mbarriers[p.address] = b;
   }
   w.lane = -1;
@@ -117,19 +122,31 @@ void mbar_inval(Warp& w, const Instr& in, uint32_t mask) {
 
 // in.n: the Mbar that this is
 void mbar_arrive(Warp& w, const Instr& in, uint32_t mask) {
-  bool released = false;
+  bool arrives = in.n == arrive || in.n == arrive_drop;
+  uint32_t released = 0;  // lanes
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     SharedPlace p = lane_place(w, in, l);
     Mbarrier& b = find_mbarrier(w, p);
+    note_visit(w, l, *p.cta, w.actor(l));
+    if (arrives && !(released >> l & 1)) {
+      // Lanes that arrive together release together.
+      uint32_t together = 1u << l;
+      for (uint32_t rest = m & (m - 1); rest; rest &= rest - 1) {
+        int other = __builtin_ctz(rest);
+        SharedPlace q = lane_place(w, in, other);
+        if (q.cta == p.cta && q.address == p.address) together |= 1u << other;
+      }
+      w.lane = l;
+      if (in.kind & Kind::relaxed) w.release_relaxed(together, Kind::scope(in.kind), b.arriving);
+      else w.release(together, b.arriving);
+      released |= together;
+    }
     uint32_t operand = in.a[2] >= 0 ? w.reg<uint32_t>(in.a[2])[l] : 1;
     if (in.a[0] >= 0) w.reg<uint64_t>(in.a[0])[l] = b.phase;
     if (in.n == expect_tx || in.kind & Kind::expecting) b.transactions += operand;
     if (in.n == complete_tx) b.transactions -= operand;
-    if (in.n == arrive || in.n == arrive_drop) {
-      bool release = !(in.kind & Kind::relaxed);
-      b.arriving.join(release ? w.clock : w.fence_release);
-      released |= release;
+    if (arrives) {
       uint32_t count = in.kind & Kind::expecting ? 1 : operand;
       b.pending -= count;
       if (in.n == arrive_drop) b.expected -= count;
@@ -139,9 +156,14 @@ void mbar_arrive(Warp& w, const Instr& in, uint32_t mask) {
       throw SimError(format("mbarrier: arrive.noComplete at 0x%x completes the phase", p.address));
     complete_phase(*w.machine, b);
   }
-  if (released) w.tick();
+  if (arrives) w.tick();
   w.lane = -1;
   ++w.machine->progress;
+}
+
+void take_in(Warp& w, const Instr& in, uint32_t mask, const Mbarrier& b) {
+  if (in.kind & Kind::relaxed) w.acquire_relaxed(mask, Kind::scope(in.kind), b.completed);
+  else w.acquire(mask, b.completed);
 }
 
 void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
@@ -164,11 +186,11 @@ void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
       if (w.machine->checking(kMbarrier) && state + 1 < b.phase) throw SimError(format("mbarrier: state of a phase that is long over at 0x%x", address));
       complete = state != b.phase;
     }
-    if (complete) {
-      done |= 1u << l;
-      if (!(in.kind & Kind::relaxed)) w.clock.join(b.completed);
-    }
+    if (!complete) continue;
+    done |= 1u << l;
+    if (!one) take_in(w, in, 1u << l, b);
   }
+  if (one && done) take_in(w, in, done, *only);
   w.lane = -1;
   bool repeated = w.cur.failed_at == w.at, polled = w.cur.polled;
   w.cur.polled = false;
@@ -198,7 +220,7 @@ void decode_mbarrier(Decoder& d) {
   if (d.take("parity")) d.in.kind |= Kind::parity;
   std::string sem = d.take_one({"release", "acquire", "relaxed"});
   if (sem == "relaxed") d.in.kind |= Kind::relaxed;
-  d.take_one({"cta", "cluster"});
+  d.in.kind |= (std::string(d.take_one({"cta", "cluster"})) == "cluster" ? kClusterScope : kCtaScope) << Kind::scopes;
   d.in.kind |= static_cast<int>(take_space(d));
   Type t = d.type();
   if (t.name != "b64") d.fail("type ." + t.name);
@@ -273,7 +295,7 @@ void finish_barrier(Cta& cta, NamedBarrier& b) {
         w->put_pred(in.a[0], (in.n == red_and ? b.votes == expected : b.votes > 0) ? kFullMask : 0, mask);
       }
     }
-    w->clock.join(b.clock);
+    w->acquire(w->live, b.clock);
     w->wake();
   }
   ++cta.cluster->machine->progress;
@@ -300,7 +322,8 @@ void bar(Warp& w, const Instr& in, uint32_t mask) {
     uint32_t p = w.pred(in.a[3]);
     b.votes += static_cast<uint32_t>(__builtin_popcount((in.kind ? ~p : p) & mask));
   }
-  b.clock.join(w.clock);
+  w.sync(w.live);
+  w.release(w.live, b.clock);
   w.tick();
   ++w.machine->progress;
   if (in.n != bar_arrive) {
@@ -332,8 +355,9 @@ void cluster_arrive(Warp& w, const Instr& in, uint32_t) {
   Cluster& c = *w.cta->cluster;
   if (c.arrived_phase.count(&w) && w.machine->checking(kBarrier)) throw SimError("barrier: barrier.cluster.arrive twice without a wait");
   c.arrived_phase[&w] = c.phase;
-  c.arriving.join(in.kind ? w.fence_release : w.clock);
-  if (!in.kind) w.tick();
+  if (in.kind) w.release_relaxed(w.live, kClusterScope, c.arriving);
+  else w.release(w.live, c.arriving);
+  w.tick();
   ++c.arrived;
   ++w.machine->progress;
   finish_cluster_barrier(c);
@@ -351,10 +375,13 @@ void cluster_wait(Warp& w, const Instr&, uint32_t) {
     return;
   }
   c.arrived_phase.erase(it);
-  w.clock.join(c.completed);
+  w.acquire(w.live, c.completed);
 }
 
-void warp_sync(Warp& w, const Instr& in, uint32_t mask) { w.converged(w.reg<uint32_t>(in.a[1])[__builtin_ctz(mask)]); }
+void warp_sync(Warp& w, const Instr& in, uint32_t mask) {
+  uint32_t members = w.reg<uint32_t>(in.a[1])[__builtin_ctz(mask)];
+  if (w.converged(members)) w.sync(members & w.live);
+}
 
 void decode_barrier(Decoder& d) {
   const Type& u32 = *find_type("u32");
@@ -403,16 +430,10 @@ void decode_barrier(Decoder& d) {
 }
 
 // ---- fences ----
-void fence(Warp& w, const Instr&, uint32_t) {
-  w.clock.join(w.fence_acquire);
-  w.fence_release = w.clock;
-  w.tick();
-}
+void fence(Warp& w, const Instr& in, uint32_t mask) { w.fence(mask, static_cast<Scope>(in.kind)); }
 
-void fence_proxy_async(Warp& w, const Instr&, uint32_t) {
-  w.clock.fenced = w.clock.seen;
-  w.tick();  // what the warp writes from now on is not covered
-}
+enum ProxySpaces { proxy_shared = 1, proxy_global = 2 };
+void fence_proxy_async(Warp& w, const Instr& in, uint32_t mask) { w.fence_proxy_async(mask, in.kind & proxy_shared, in.kind & proxy_global); }
 
 void nothing(Warp&, const Instr&, uint32_t) {}
 
@@ -425,10 +446,11 @@ void decode_fence(Decoder& d) {
       d.take_one({"acquire", "release"});
       if (d.take("sync_restrict::shared::cta") || d.take("sync_restrict::shared::cluster")) d.fail("restricted proxy fence");
       d.expect(0, 0);
-      d.in.fn = space.find("global") == std::string::npos ? fence_proxy_async : nothing;
+      d.in.kind = space.empty() ? proxy_shared | proxy_global : space.find("global") == std::string::npos ? proxy_shared : proxy_global;
+      d.in.fn = fence_proxy_async;
       return;
     }
-    if (d.take("alias")) { d.expect(0, 0); d.in.fn = fence; return; }
+    if (d.take("alias")) { d.expect(0, 0); d.in.fn = nothing; return; }  // addresses have no aliases here
     // Tensor maps are read when a copy takes effect, so there is no cache to order.
     if (!d.take("tensormap::generic")) d.fail("unknown proxy");
     d.take_one({"acquire", "release"});
@@ -439,11 +461,13 @@ void decode_fence(Decoder& d) {
   if (d.take("mbarrier_init")) {
     if (!d.take("release") || !d.take("cluster")) d.fail("unknown form");
     d.expect(0, 0);
+    d.in.kind = kClusterScope;
     d.in.fn = fence;
     return;
   }
   d.take_one({"sc", "acq_rel", "acquire", "release"});
-  if (std::string(d.take_one({"cta", "cluster", "gpu", "sys"})).empty()) d.fail("no known scope");
+  d.in.kind = take_scope(d, kNoScope);
+  if (!d.in.kind) d.fail("no known scope");
   d.expect(0, 0);
   d.in.fn = fence;
 }
@@ -463,7 +487,7 @@ void register_sync(OpcodeTable& table) {
   table["fence"] = decode_fence;
   table["membar"] = [](Decoder& d) {
     if (d.source->opcode.size() > 1 && d.source->opcode[1] == "proxy") d.fail("unknown form");
-    d.take_one({"cta", "gl", "sys"});
+    d.in.kind = std::string(d.take_one({"cta", "gl", "sys"})) == "cta" ? kCtaScope : kGpuScope;
     d.expect(0, 0);
     d.in.fn = fence;
   };
