@@ -192,3 +192,54 @@ def span(name, tensor):
     """(address, bytes, name) of an array."""
     steps = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (steps + 1) * tensor.itemsize, name
+
+
+# CSR and schedule -----------------------------------------------------------------------------------------------------
+
+BY_HEAD = (
+    "keys", "values", "keys_in", "values_in", "keys_out", "values_out", "indices_out", "entries_out", "q_indices",
+    "qsplit_indices", "split_entries",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def heads_far_apart(heads, size):
+    """Launches of the kernels that make CSR and schedule find a head's ``size`` entries far from the next one's.
+
+    size: a multiple of what a CTA takes, for a kernel does not know where the entries end.
+    """
+    run = sim.run
+
+    def rows(address, length):
+        words = (ctypes.c_int32 * (heads * length)).from_address(address)
+        return torch.frombuffer(words, dtype=torch.int32).view(heads, length)
+
+    def run_far(entry, grid, params, memory):
+        names = [param["name"] for param in entry["params"]]
+        given = dict(zip(names, params, strict=True))
+        number = {name: int.from_bytes(given[name], "little") for name in names}
+        topk = number.get("topk") or entry["options"].get("topk", 1)
+        entries, new, near, far = MANY // topk * topk, {}, {}, {}
+        if "size" in given or "total_q" in given:
+            new["size"], new["total_q"] = entries, entries // topk
+            near = {name: rows(number[name], size) for name in BY_HEAD if number.get(name)}
+            far = {name: within(array, (heads, entries)) for name, array in near.items()}
+        if "row_ptr" in given:
+            near["row_ptr"] = rows(number["row_ptr"], number["total_rows"] + 1)
+            far["row_ptr"] = within(near["row_ptr"], (heads, MANY + 1))
+            far["row_ptr"][:, -1] = near["row_ptr"][:, -1]
+            new["total_rows"] = MANY
+        if entry["operation"] == "csr_row_ptr":  # the keys ascend, where the search looks
+            halves = [half for half in (entries >> number for number in range(1, 32)) if half >= size]
+            far["keys"][:, halves] = 2**31 - 1
+            far["keys"][:, size : halves[-1]] = 2**31 - 1
+        new |= {name: array.data_ptr() for name, array in far.items()}
+        params = [new[name].to_bytes(len(given[name]), "little") if name in new else given[name] for name in names]
+        statistics = run(entry, grid, params, [*memory, *(span(name, array) for name, array in far.items())])
+        for name, array in near.items():
+            array.copy_(far[name][:, : array.shape[1]])
+        return statistics
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim, "run", run_far)
+        yield
