@@ -16,6 +16,7 @@ ENDLESS = "endless"  # and one that does not
 ORDER = {"race", "async_early", "uninitialized", "mbarrier", "proxy_fence"}  # by whichever the seed meets first
 TENSOR = ORDER | {NUMBERS, "tensor_bounds"}
 HANGS = {"deadlock", ENDLESS}
+REGISTERS = HANGS | {"registers"}
 ANY = None  # of arithmetic, anything may come
 
 ATTENTION = ("fwd", "combine")
@@ -162,12 +163,12 @@ SYNCHRONISATION = [
         opcode(r"(?:bar\.sync|wgmma\.(?:fence|commit_group|wait_group)|tcgen05[\w:.]*\.sync\.aligned|setmaxnreg)"),
         of_lanes("lt 16"), {"convergence"},
     ),
-    Edit("setmaxnreg dropped", BOTH, opcode(r"setmaxnreg"), "", {"registers"}),
-    Edit("setmaxnreg: direction", BOTH, r"setmaxnreg\.(inc|dec)", swap("inc", "dec"), {"registers"}),
-    Edit("setmaxnreg: more", BOTH, r"(setmaxnreg[\w.]*\s+)(\d+);", registers(lambda n: n + 8), {"registers"}),
+    Edit("setmaxnreg dropped", BOTH, opcode(r"setmaxnreg"), "", REGISTERS),
+    Edit("setmaxnreg: direction", BOTH, r"setmaxnreg\.(inc|dec)", swap("inc", "dec"), REGISTERS),
+    Edit("setmaxnreg: more", BOTH, r"(setmaxnreg[\w.]*\s+)(\d+);", registers(lambda n: n + 8), REGISTERS),
     Edit(
         "setmaxnreg: few", BOTH, r"(setmaxnreg[\w.]*\s+)(\d+);", registers(lambda n: 24 if n > 24 else 240),
-        {"registers"},
+        REGISTERS,
     ),
     Edit("wait for copies dropped", BOTH, r"cp\.async\.wait_group[^;]*;", "", ORDER),
     Edit("wait for bulk copies dropped", BOTH, r"cp\.async\.bulk\.wait_group[^;]*;", "", {"async_early"}),

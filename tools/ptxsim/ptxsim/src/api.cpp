@@ -51,6 +51,7 @@ struct ptxsim_buffer {
 struct ptxsim_launch_arguments {
   uint32_t grid[3], block[3], cluster[3];
   uint32_t dynamic_shared;
+  uint32_t registers;
   const void* params;
   uint64_t param_bytes;
   uint64_t seed;
@@ -107,6 +108,7 @@ int ptxsim_launch(void* module, const char* kernel, const ptxsim_launch_argument
       launch.cluster[d] = arguments->cluster[d];
     }
     launch.dynamic_shared = arguments->dynamic_shared;
+    launch.registers = arguments->registers;
     const uint8_t* params = static_cast<const uint8_t*>(arguments->params);
     launch.params.assign(params, params + arguments->param_bytes);
     launch.seed = arguments->seed;
@@ -137,8 +139,8 @@ int ptxsim_encode_tiled(void* map, int type, int rank, uint64_t address, const u
                         const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int oob_fill,
                         char* error, size_t error_bytes) {
   return guarded(error, error_bytes, [&] {
-    TensorMap encoded = encode_tiled(type, rank, address, extents, strides, box, element_strides, interleave, swizzle, oob_fill);
-    std::memcpy(map, &encoded, sizeof encoded);
+    std::memset(map, 0, TensorMap::kBytes);
+    encode_tiled(type, rank, address, extents, strides, box, element_strides, interleave, swizzle, oob_fill).write(static_cast<uint8_t*>(map));
   });
 }
 

@@ -180,6 +180,7 @@ void Warp::exit(uint32_t mask) {
   for (Fragment& f : others)
     if (f.state == Fragment::converge) f.state = Fragment::ready;  // it may have waited for the lanes that exit
   if (live == 0) {
+    check_register_changes(*this);
     status = done;
     machine->warp_exited(*this);
   } else if (cur.mask == 0) {
@@ -248,6 +249,7 @@ Machine::Machine(const Module& m, const Program& p, const Launch& l, GlobalMemor
   }
   if (launch.params.size() != f.param_bytes)
     throw SimError(format("%zu bytes of parameters, but the kernel takes %llu", launch.params.size(), static_cast<unsigned long long>(f.param_bytes)));
+  if (checking(kCtaGroup)) check_cta_groups(program);
   uint64_t end = static_cast<uint64_t>(program.dynamic_begin) + launch.dynamic_shared;
   if (checking(kSharedLimit) && end > kSharedEnd)
     throw SimError(format("shared_limit: %llu bytes of shared memory; a CTA has %u", static_cast<unsigned long long>(end - kSharedBegin), kSharedEnd - kSharedBegin));
@@ -318,6 +320,22 @@ void Machine::start_warp(Warp& w) {
   }
   w.local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0);
   w.in_flight.assign(program.register_slot.size(), 0);
+  if (!program.behind.empty()) w.wgmma_registers.resize(program.register_slot.size());
+  if (program.moves_registers && checking(kRegisters)) w.registers = launch_registers(program, launch);
+}
+
+void Machine::first_cta(uint64_t cluster, uint32_t* id) const {
+  for (int d = 0; d < 3; ++d) {
+    uint32_t across = launch.grid[d] / launch.cluster[d];
+    id[d] = static_cast<uint32_t>(cluster % across) * launch.cluster[d];
+    cluster /= across;
+  }
+}
+
+bool Machine::cancel_cluster(uint32_t* first) {
+  if (next_cluster_ == total_clusters_) return false;
+  first_cta(next_cluster_++, first);
+  return true;
 }
 
 void Machine::start_cluster(uint64_t number) {
@@ -328,14 +346,14 @@ void Machine::start_cluster(uint64_t number) {
   stream.clusters.push_back(cluster->agents);
   const uint32_t* dims = launch.cluster;
   uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
-  uint64_t across[3] = {launch.grid[0] / dims[0], launch.grid[1] / dims[1], launch.grid[2] / dims[2]};
-  uint64_t base[3] = {number % across[0], number / across[0] % across[1], number / across[0] / across[1]};
+  uint32_t first_id[3];
+  first_cta(number, first_id);
   for (uint32_t rank = 0; rank < dims[0] * dims[1] * dims[2]; ++rank) {
     auto cta = std::make_unique<Cta>();
     cta->cluster = cluster.get();
     cta->rank = rank;
     uint32_t within[3] = {rank % dims[0], rank / dims[0] % dims[1], rank / dims[0] / dims[1]};
-    for (int d = 0; d < 3; ++d) cta->id[d] = static_cast<uint32_t>(base[d]) * dims[d] + within[d];
+    for (int d = 0; d < 3; ++d) cta->id[d] = first_id[d] + within[d];
     cta->shared = std::make_unique<TrackedMemory>("shared", kSharedBounds, kSharedBegin, program.dynamic_begin + launch.dynamic_shared, 1, &stream.clusters, cluster->number, launch.checks);
     cta->left = Clock(cluster->number);
     for (uint32_t first = 0; first < threads; first += kLanes) {
@@ -500,6 +518,9 @@ void Machine::run_warp(Warp& w, uint32_t quantum) {
       mask &= in.guard_negated ? ~p : p;
     }
     if (!mask) continue;
+    if (in.aligned && mask != w.cur.mask && checking(kConvergence))
+      throw SimError(format("convergence: of the lanes 0x%08x only 0x%08x execute an instruction that is .aligned", w.cur.mask, mask));
+    if (in.live > w.registers) throw SimError(format("registers: at least %u registers of a thread hold values that are still needed, but the warp has %u", in.live, w.registers));
     if (w.in_flight_count && !registers_ready(w, in)) continue;
     lanes += static_cast<uint64_t>(__builtin_popcount(mask));
     executed[static_cast<size_t>(w.at)] = 1;

@@ -11,6 +11,7 @@
 
 #include "memory.h"
 #include "parser.h"
+#include "registers.h"
 
 namespace ptxsim {
 
@@ -31,6 +32,8 @@ struct Instr {
   Handler fn = nullptr;
   Slot guard = -1;
   bool guard_negated = false;
+  uint16_t live = 0;                                 // 32-bit registers that hold values before it; 0: nobody asks
+  bool aligned = false;                              // all lanes of the warp must execute it together
   std::array<Slot, 6> a{{-1, -1, -1, -1, -1, -1}};  // operands, destination first
   int32_t list = 0;                                  // further operands: Program::lists[list ...]
   int32_t n = 0;                                     // how many of them, or an element count
@@ -52,8 +55,10 @@ struct Program {
   std::vector<Constant> constants;
   struct Special { Slot slot; std::string name; };
   std::vector<Special> specials;
+  std::vector<Handler> behind;  // of kernels with wgmma, by instruction: what watch_wgmma_registers put its own handler before
   uint32_t dynamic_begin = 0;   // where dynamic shared memory starts
   uint32_t local_bytes = 0;     // of one thread
+  bool moves_registers = false; // with setmaxnreg
 };
 
 constexpr uint32_t kSharedBegin = 1024;           // the system keeps the first KiB of a CTA's shared memory
@@ -124,6 +129,13 @@ struct NamedBarrier {
 // Owners of registers of operations that are not complete: a wgmma, or from here on the tcgen05.ld of that number.
 constexpr uint32_t kOwnedByWgmma = 1, kOwnedByLoad = 2;
 
+// What happened to the value in a register that some wgmma of the kernel names. Times count the warp's wgmma.fence; 0: never.
+struct WgmmaRegister {
+  uint32_t touched = 0;  // by another instruction
+  uint32_t used = 0;     // by a wgmma
+  uint32_t shape = 0;    // of that wgmma, where this was an accumulator; 0: where it held a part of A
+};
+
 struct Warpgroup;
 struct TensorMemory;
 
@@ -151,7 +163,7 @@ struct TensorCore {
   std::deque<Operation> operations;
 };
 
-// Loads or stores of tensor memory by a warp; nothing orders them but a wait.
+// Loads or stores of tensor memory by a warp, which nothing orders but a wait; its allocations.
 struct TensorAccesses {
   uint32_t agent = 0;  // 0: none yet
   uint32_t mark = 1;
@@ -175,6 +187,8 @@ struct Warp {
 
   Fragment cur;
   std::vector<Fragment> others;
+  uint32_t registers = UINT32_MAX;  // of each thread, that the warp owns now
+  size_t register_changes = 0;      // how many setmaxnreg it has executed
   int limit = 0;                // look at the other fragments when the program counter gets here
   uint32_t live = 0;            // lanes that have not exited
   int at = 0;                   // instruction being executed
@@ -188,16 +202,18 @@ struct Warp {
   Groups wgmma;
   std::map<int, TensorCore> tensor_core;       // by lane
   std::map<uint64_t, uint32_t> core_agents;     // of the tensor core's operations, by key
-  TensorAccesses tensor_load, tensor_store;
+  TensorAccesses tensor_load, tensor_store, tensor_alloc;
   // cp.async.mbarrier.arrive: done once every copy of the lane up to the mark has taken effect.
   struct AfterCopies { int lane; uint32_t mark; std::function<void()> action; };
   std::vector<AfterCopies> after_copies;
-  bool wgmma_fenced = false;
+  uint32_t wgmma_fences = 0;
+  std::vector<WgmmaRegister> wgmma_registers;  // by register number; empty where the kernel has no wgmma
   std::vector<uint32_t> in_flight;  // by register number: its owner, or 0
   std::vector<std::pair<uint32_t, int32_t>> owned;  // by wgmma: mark of the operation, register number
   uint32_t next_load = kOwnedByLoad;
   int loading = 0;                                  // registers of tcgen05.ld
   int in_flight_count = 0;
+  std::vector<uint64_t> changed_maps;  // tensor maps in global memory that it has yet to release
 
   template <class T> T* reg(Slot slot) { return reinterpret_cast<T*>(file.data() + slot); }
   uint32_t& pred(Slot slot) { return *reinterpret_cast<uint32_t*>(file.data() + slot); }
@@ -257,6 +273,17 @@ struct Warp {
   void wake();
 };
 
+// A tensor map in global memory that the kernel changed; `number` tells one change from the next.
+struct ChangedMap {
+  uint64_t number;
+  bool released;  // by a fence.proxy.tensormap::generic.release of the warp that changed it
+};
+struct AcquiredMap {
+  uint64_t number;
+  uint32_t by;  // epoch of the fence.proxy.tensormap::generic.acquire
+  uint32_t lanes;
+};
+
 struct Cta {
   Cluster* cluster = nullptr;
   uint32_t rank = 0;                    // within the cluster
@@ -267,7 +294,10 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<std::unique_ptr<Warpgroup>> warpgroups;
   std::unique_ptr<TensorMemory> tensor;
+  RegisterPool registers;
   std::map<uint32_t, Released> released;  // by address: what strong writes there have released
+  std::unordered_map<uint64_t, AcquiredMap> acquired_maps;  // by address
+  bool saw_no_cluster_left = false;     // a request of clusterlaunchcontrol.try_cancel failed, and the CTA knows
   int live_warps = 0;
   bool lets_dependents_start = false;   // griddepcontrol.launch_dependents
   // Accesses of the cluster's other CTAs to this one's memory, the last of each agent and lane; and what the warps that
@@ -305,6 +335,7 @@ struct AsyncOperation {
 struct Launch {
   uint32_t grid[3], block[3], cluster[3];
   uint32_t dynamic_shared;
+  uint32_t registers;     // of each thread when the kernel starts; 0: as many as there are, or .maxnreg
   DeviceBytes params;
   uint64_t seed;
   uint32_t checks;
@@ -325,6 +356,8 @@ struct Machine {
   void issue(Warp& issuer, int at, std::function<void()> effect);  // at: the instruction, for reports
   void make_runnable(Warp* warp);
   void warp_exited(Warp& warp);
+  // Takes a cluster that has not started out of the grid; its first CTA's number goes to `first`. False: none is left.
+  bool cancel_cluster(uint32_t* first);
 
   const Module& module;
   const Program& program;
@@ -339,12 +372,14 @@ struct Machine {
   uint64_t steps = 0;      // warp instructions
   uint64_t lane_steps = 0; // thread instructions
   std::vector<uint8_t> executed;  // by instruction: some lane has executed it
+  std::unordered_map<uint64_t, ChangedMap> changed_maps;  // by address
   uint64_t progress = 0;   // changes whenever something happens that another warp may wait for
   uint64_t next_number = 0;  // of operations of the tensor core
   Warp* running = nullptr;
 
  private:
   void start_cluster(uint64_t number);
+  void first_cta(uint64_t cluster, uint32_t* id) const;
   void start_warp(Warp& warp);
   void run_warp(Warp& warp, uint32_t quantum);
   void fire_next();
@@ -373,6 +408,9 @@ void note_visit(Warp& warp, int lane, Cta& cta, const Actor& actor);
 
 // Gives every variable of the module its address; before any decode.
 void place_variables(Module& module);
+
+// Has every instruction that names a register of a wgmma note that it ran. Kernels without wgmma stay as they are.
+void watch_wgmma_registers(Program& program);
 
 // Decodes one kernel. Throws SimError at an instruction, modifier or operand that is not known.
 Program decode(const Module& module, const Function& function);

@@ -4,8 +4,8 @@
 // writes remember its completion epoch. The data moves when the scheduler lets the copy take effect.
 #include <cmath>
 
+#include "async.h"
 #include "numeric.h"
-#include "sync.h"
 #include "tensor_map.h"
 
 namespace ptxsim {
@@ -117,15 +117,10 @@ void cp_async_mbarrier(Warp& w, const Instr& in, uint32_t mask) {
   w.lane = -1;
 }
 
-// ---- bulk copies ----
-// What a bulk copy signals when it takes effect: an mbarrier, or a bulk group of the issuing warp.
-struct Completion {
-  Mbarrier* barrier = nullptr;
-  uint32_t address = 0;
-  int lane = 0;
-  uint32_t mark = 0;
-};
+}  // namespace
 
+
+// ---- bulk copies ----
 void signal(Warp& w, const Completion& c, uint32_t bytes) {
   if (c.barrier) complete_transactions(*w.machine, *c.barrier, c.address, bytes);
   else group_operation_done(w, w.bulk.of[static_cast<size_t>(c.lane)], c.mark);
@@ -138,6 +133,7 @@ Completion barrier_of(Warp& w, SharedPlace p) {
   return c;
 }
 
+namespace {
 Completion group_of(Warp& w) {
   if (!w.bulk.agent) {
     w.bulk.agent = new_agent(w, "bulk groups", true);
@@ -151,22 +147,25 @@ Completion group_of(Warp& w) {
   return c;
 }
 
-// reads: of a bulk group, whose source may be waited for apart from its result
+}  // namespace
+
 Actor async_actor(Warp& w, const Completion& c, bool reads) {
   if (c.barrier) return issued_by(w, w.lane, completion_epoch(*c.barrier), 1, true);
   return issued_by(w, w.lane, epoch(reads ? w.bulk.reads : w.bulk.agent, c.mark), 1u << c.lane, true);
 }
 
+namespace {
+
 enum Reduction { none, add, min, max, inc, dec, and_, or_, xor_ };
 
-// Who writes the result of a bulk group. Reductions are atomic: those of many copies may meet.
+// Who writes the result of a copy. Reductions are atomic: those of many copies may meet.
 Actor result_actor(Warp& w, const Completion& c, int op) {
-  Actor a = async_actor(w, c, false);
+  Actor a = async_actor(w, c);
   if (op != none) a.scope = kGpuScope;
   return a;
 }
 
-template <class T>
+template <class T, bool kFlush = false>
 void reduce_as(int op, uint8_t* to, const uint8_t* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; i += sizeof(T)) {
     T x, y;
@@ -174,6 +173,8 @@ void reduce_as(int op, uint8_t* to, const uint8_t* from, uint32_t bytes) {
     std::memcpy(&y, from + i, sizeof(T));
     T r = x;
     if (op == add) r = static_cast<T>(x + y);
+    if constexpr (kFlush)
+      if (op == add) r = flush(flush(x) + flush(y));
     if (op == min) r = y < x ? y : x;
     if (op == max) r = y > x ? y : x;
     if constexpr (std::is_integral<T>::value) {
@@ -199,7 +200,8 @@ void reduce_half(int op, uint8_t* to, const uint8_t* from, uint32_t bytes) {
   }
 }
 
-// Moves or reduces `bytes`; `type` is a CUtensorMapDataType.
+}  // namespace
+
 void deliver(int op, int type, uint8_t* to, const uint8_t* from, uint32_t bytes) {
   if (op == none) { std::memcpy(to, from, bytes); return; }
   switch (type) {
@@ -212,9 +214,12 @@ void deliver(int op, int type, uint8_t* to, const uint8_t* from, uint32_t bytes)
     case 6: return reduce_half<kF16>(op, to, from, bytes);
     case 8: return reduce_as<double>(op, to, from, bytes);
     case 9: return reduce_half<kBf16>(op, to, from, bytes);
+    case 10: return reduce_as<float, true>(op, to, from, bytes);
     default: return reduce_as<float>(op, to, from, bytes);
   }
 }
+
+namespace {
 
 // Visits the rows of the box at `coordinates`: f(global address or 0 when all of it is outside, first unit inside,
 // number of units inside, shared offset of the row).
@@ -261,9 +266,9 @@ void for_each_chunk(const TensorMap& map, uint32_t address, uint32_t offset, uin
 }
 
 TensorMap read_map(Warp& w, uint64_t address, int rank) {
-  TensorMap map;
-  std::memcpy(&map, w.machine->global.at(address, 128, 64), 128);
-  if (map.magic != TensorMap::kMagic) throw SimError(format("descriptor: no tensor map of the simulator at 0x%llx", static_cast<unsigned long long>(address)));
+  TensorMap map = TensorMap::read(w.machine->global.at(address, TensorMap::kBytes, 64));
+  check_map_acquired(w, address);
+  if (map.changed && w.machine->checking(kDescriptor)) check_changed_map(map);
   if (map.rank != rank && w.machine->checking(kDescriptor)) throw SimError(format("descriptor: tensor map of rank %d used with %d coordinates", map.rank, rank));
   return map;
 }
@@ -276,10 +281,14 @@ struct Bulk {
   static constexpr int multicast = 1, wide_shared = 2, wide_barrier = 4, wide_source = 8, four_rows = 16, pairs = 32;
 };
 
+}  // namespace
+
 uint64_t operand_address(Warp& w, Slot slot, bool wide, int lane, int64_t offset) {
   return wide ? w.reg<uint64_t>(slot)[lane] + static_cast<uint64_t>(offset)
               : w.reg<uint32_t>(slot)[lane] + static_cast<uint32_t>(offset);
 }
+
+namespace {
 
 SharedPlace shared_operand(Warp& w, uint64_t address, uint32_t bytes, uint32_t align) {
   if (address >= kSharedWindow) resolve(Space::generic, address);
@@ -430,8 +439,9 @@ void tensor_store(Warp& w, const Instr& in, uint32_t mask) {
   w.lane = -1;
 }
 
-// Plain bulk copies. a[2]: global address, or source shared address when in.n == 2.
-// in.n: 0 global -> shared, 1 shared -> global, 2 shared -> shared of the cluster
+// Plain bulk copies and reductions. a[2]: global address, or source shared address when in.n == 2; a[5]: which bytes of
+// 16 are written to global memory, or -1.
+// in.n: 0 global -> shared, 1 shared -> global, 2 shared -> shared of the cluster; in.size: reduction | type << 8
 void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
   const int32_t* lists = w.program->lists.data() + in.list;
   for (uint32_t m = mask; m; m &= m - 1) {
@@ -441,15 +451,17 @@ void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
     if (bytes % 16 && w.machine->checking(kAlignment)) throw SimError(format("alignment: bulk copy of %u bytes, not a multiple of 16", bytes));
     SharedPlace near = shared_operand(w, operand_address(w, in.a[0], in.kind & Bulk::wide_shared, l, lists[0]), bytes, 16);
     uint64_t other = operand_address(w, in.a[2], in.kind & Bulk::wide_source, l, lists[2]);
+    int op = in.size & 0xff, type = in.size >> 8;
     if (in.n == 1) {
       Completion done = group_of(w);
       near.cta->shared->note_read(near.address, bytes, async_actor(w, done, true));
       const uint8_t* data = near.cta->shared->at(near.address, bytes, 16);
       uint8_t* to = w.machine->global.at(other, bytes, 16);
-      if (bytes) w.machine->global.note_write(other, bytes, result_actor(w, done, in.size & 0xff));
-      int op = in.size & 0xff, type = in.size >> 8;
-      w.machine->issue(w, [&w, data, to, bytes, done, op, type] {
-        deliver(op, type, to, data, bytes);
+      if (bytes) w.machine->global.note_write(other, bytes, result_actor(w, done, op));
+      uint32_t chosen = in.a[5] >= 0 ? w.reg<uint16_t>(in.a[5])[l] : 0xffff;
+      w.machine->issue(w, [&w, data, to, bytes, done, op, type, chosen] {
+        if (chosen == 0xffff) deliver(op, type, to, data, bytes);
+        else for (uint32_t i = 0; i < bytes; ++i) to[i] = chosen >> (i & 15) & 1 ? data[i] : to[i];
         signal(w, done, bytes);
       });
       continue;
@@ -461,19 +473,21 @@ void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
     if (in.n == 2) {
       source = shared_operand(w, other, bytes, 16);
       from = source.cta->shared->at(source.address, bytes, 16);
+      if (near.cta == w.cta && w.machine->checking(kSharedBounds)) throw SimError("shared_bounds: the destination of a copy to another CTA's shared memory lies in the CTA's own");
     } else {
       from = w.machine->global.at(other, bytes, 16);
     }
     for (Cta* cta : destinations(w, in, near, l)) {
       Completion done = barrier_of(w, {in.kind & Bulk::multicast ? cta : barrier.cta, barrier.address});
-      Actor actor = async_actor(w, done, true);
-      if (source.cta) source.cta->shared->note_read(source.address, bytes, actor);
-      else if (bytes && w.machine->global.at(other, bytes, 16)) w.machine->global.note_read(other, bytes, actor);
+      Actor actor = result_actor(w, done, op);
+      if (source.cta) source.cta->shared->note_read(source.address, bytes, async_actor(w, done, true));
+      else if (bytes && w.machine->global.at(other, bytes, 16)) w.machine->global.note_read(other, bytes, async_actor(w, done, true));
       note_visit(w, l, *cta, actor);
+      if (op) cta->shared->note_read(near.address, bytes, actor);
       cta->shared->note_write(near.address, bytes, actor);
       uint8_t* to = cta->shared->at(near.address, bytes, 16);
-      w.machine->issue(w, [&w, to, from, bytes, done] {
-        std::memcpy(to, from, bytes);
+      w.machine->issue(w, [&w, to, from, bytes, done, op, type] {
+        deliver(op, type, to, from, bytes);
         signal(w, done, bytes);
       });
     }
@@ -494,6 +508,8 @@ void cp_async_wait(Warp& w, const Instr& in, uint32_t mask) {
 }
 void nothing(Warp&, const Instr&, uint32_t) {}
 
+}  // namespace
+
 // ---- decoding ----
 Slot bracketed(Decoder& d, size_t i, bool* wide, std::vector<int32_t>* offsets) {
   int bytes = 0;
@@ -509,6 +525,32 @@ int take_reduction(Decoder& d) {
     if (d.take(names[i])) return i;
   d.fail("no known reduction");
 }
+
+int take_reduction_type(Decoder& d, int op, bool shared) {
+  bool noftz = d.take("noftz");
+  Type t = d.type();
+  struct Choice { const char* name; int type; bool shared, global; };
+  // The plain addition of float32 flushes subnormals: type 10.
+  static const Choice sums[] = {{"u32", 2, true, true}, {"s32", 3, true, true}, {"u64", 4, true, true}, {"f16", 6, false, true}, {"f32", 10, false, true}, {"f64", 8, false, true}, {"bf16", 9, false, true}};
+  static const Choice extremes[] = {{"u32", 2, true, true}, {"s32", 3, true, true}, {"u64", 4, false, true}, {"s64", 5, false, true}, {"f16", 6, false, true}, {"bf16", 9, false, true}};
+  static const Choice counts[] = {{"u32", 2, true, true}};
+  static const Choice bits[] = {{"b32", 2, true, true}, {"b64", 4, false, true}};
+  auto find = [&](const Choice* first, const Choice* last) {
+    for (const Choice* c = first; c != last; ++c)
+      if (t.name == c->name && (shared ? c->shared : c->global)) return c->type;
+    d.fail("no such reduction of type ." + t.name);
+  };
+  bool half = t.name == "f16" || t.name == "bf16";
+  if (noftz != (half && op == add)) d.fail(noftz ? "`.noftz` has no meaning here" : "additions of type ." + t.name + " need `.noftz`");
+  switch (op) {
+    case add: return find(std::begin(sums), std::end(sums));
+    case min: case max: return find(std::begin(extremes), std::end(extremes));
+    case inc: case dec: return find(std::begin(counts), std::end(counts));
+    default: return find(std::begin(bits), std::end(bits));
+  }
+}
+
+namespace {
 
 void decode_bulk(Decoder& d, bool reduce) {
   if (d.take("commit_group")) { d.expect(0, 0); d.in.fn = bulk_commit; return; }
@@ -533,9 +575,10 @@ void decode_bulk(Decoder& d, bool reduce) {
   d.take("shared::cluster");
   bool multicast = d.take("multicast::cluster"), hint = d.take("L2::cache_hint");
   if (std::string(d.take_one({"cta_group::1", "cta_group::2"})) == "cta_group::2") d.in.kind |= Bulk::pairs;
+  bool masked = !tensor && !reduce && store && d.take("cp_mask");
   int op = reduce ? take_reduction(d) : none;
   if (store ? !d.take("bulk_group") : !d.take("mbarrier::complete_tx::bytes")) d.fail("unknown completion mechanism");
-  if (reduce && !store) d.fail("reduction into shared memory");
+  if (reduce && !store && !from_shared) d.fail("reduction of global into shared memory");
   if (multicast) d.in.kind |= Bulk::multicast;
   bool wide = false;
   size_t next;
@@ -566,16 +609,7 @@ void decode_bulk(Decoder& d, bool reduce) {
     d.in.size = op;
     d.in.fn = store ? tensor_store : tensor_load;
   } else {
-    int type = 0;
-    if (reduce) {
-      d.take("noftz");
-      Type t = d.type();
-      static const std::pair<const char*, int> types[] = {{"u32", 2}, {"s32", 3}, {"u64", 4}, {"s64", 5}, {"f16", 6}, {"f32", 7}, {"f64", 8}, {"bf16", 9}, {"b32", 2}, {"b64", 4}};
-      type = -1;
-      for (auto& p : types)
-        if (t.name == p.first) type = p.second;
-      if (type < 0) d.fail("type ." + t.name);
-    }
+    int type = reduce ? take_reduction_type(d, op, !store) : 0;
     std::vector<int32_t> shared, barrier{0}, source;
     d.in.a[0] = bracketed(d, store ? 1 : 0, &wide, &shared);
     if (wide) d.in.kind |= Bulk::wide_shared;
@@ -596,6 +630,7 @@ void decode_bulk(Decoder& d, bool reduce) {
   }
   if (multicast) d.in.a[4] = d.source_slot(next++, *find_type("u16"));
   if (hint) ++next;
+  if (masked) d.in.a[5] = d.source_slot(next++, *find_type("u16"));
   d.expect(next, next);
 }
 

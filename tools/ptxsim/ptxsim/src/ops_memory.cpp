@@ -1,7 +1,8 @@
 // Loads, stores, atomics, prefetch and address queries.
+#include <algorithm>
 #include <cmath>
 
-#include "access.h"
+#include "async.h"
 #include "numeric.h"
 
 namespace ptxsim {
@@ -228,7 +229,7 @@ void decode_access(Decoder& d, bool load) {
     if (o.kind == Operand::reg || o.kind == Operand::integer || o.kind == Operand::real) {
       if (load && o.kind != Operand::reg) d.fail("the destination is not a register");
       // A floating-point constant needs the type, a register may be wider than it.
-      d.list(o.kind == Operand::real ? d.value(o, t) : d.register_of(o, &bytes));
+      d.list(load ? d.target_of(o, &bytes) : o.kind == Operand::real ? d.value(o, t) : d.register_of(o, &bytes));
       if (bytes < t.bytes) d.fail("register is narrower than the type");
       container = bytes;
     } else if (o.kind == Operand::sink && load) {
@@ -269,19 +270,6 @@ T combine(int op, T old, T b, T c) {
   return old;
 }
 
-template <const Format& kFormat>
-struct PackedHalf {
-  static uint32_t of(int op, uint32_t old, uint32_t b) {
-    uint32_t r = 0;
-    for (int h = 0; h < 32; h += 16) {
-      float x = decode(kFormat, old >> h & 0xffff), y = decode(kFormat, b >> h & 0xffff);
-      float v = op == add ? x + y : op == min ? std::fmin(x, y) : std::fmax(x, y);
-      r |= encode(kFormat, v, Round::nearest, false) << h;
-    }
-    return r;
-  }
-};
-
 using Update = void (*)(int op, uint8_t* at, const uint8_t* b, const uint8_t* c);
 
 template <class T>
@@ -293,17 +281,22 @@ void update(int op, uint8_t* at, const uint8_t* b, const uint8_t* c) {
   T result = combine<T>(op, old, x, y);
   std::memcpy(at, &result, sizeof(T));
 }
-template <const Format& kFormat>
+template <const Format& kFormat, int kCount>
 void update_half(int op, uint8_t* at, const uint8_t* b, const uint8_t*) {
-  uint32_t old, x;
-  std::memcpy(&old, at, 4);
-  std::memcpy(&x, b, 4);
-  old = PackedHalf<kFormat>::of(op, old, x);
-  std::memcpy(at, &old, 4);
+  uint16_t old[kCount], more[kCount];
+  std::memcpy(old, at, sizeof old);
+  std::memcpy(more, b, sizeof more);
+  for (int i = 0; i < kCount; ++i) {
+    float x = decode(kFormat, old[i]), y = decode(kFormat, more[i]);
+    float v = op == add ? x + y : op == min ? std::fmin(x, y) : std::fmax(x, y);
+    old[i] = op == exch ? more[i] : static_cast<uint16_t>(encode(kFormat, v, Round::nearest, false));
+  }
+  std::memcpy(at, old, sizeof old);
 }
 
 // Element type of an atomic, in the low byte of Instr::use of a[5].
-constexpr Update kUpdates[] = {update<uint32_t>, update<int32_t>, update<uint64_t>, update<int64_t>, update<float>, update<double>, update_half<kF16>, update_half<kBf16>};
+constexpr Update kUpdates[] = {update<uint32_t>, update<int32_t>, update<uint64_t>, update<int64_t>, update<float>, update<double>,
+                                update_half<kF16, 2>, update_half<kBf16, 2>, update_half<kF16, 1>, update_half<kBf16, 1>};
 
 // a[0] address, a[1] old values, a[4] operation, a[5] type; lists: b elements, then c elements
 void atom(Warp& w, const Instr& in, uint32_t mask) {
@@ -347,9 +340,9 @@ void decode_atomic(Decoder& d, bool result) {
   bool hint = d.take("L2::cache_hint");
   std::string vector = d.take_one({"v2", "v4", "v8"});
   Type t = d.type();
-  static const char* const types[] = {"u32", "s32", "u64", "s64", "f32", "f64", "f16x2", "bf16x2"};
+  static const char* const types[] = {"u32", "s32", "u64", "s64", "f32", "f64", "f16x2", "bf16x2", "f16", "bf16"};
   d.in.a[5] = -1;
-  for (int i = 0; i < 8; ++i)
+  for (int i = 0; i < 10; ++i)
     if (t.name == types[i] || (t.name == "b32" && i == 0) || (t.name == "b64" && i == 2)) d.in.a[5] = i;
   if (d.in.a[5] < 0) d.fail("type ." + t.name);
   if (t.cls == Type::real && op != add && op != min && op != max && op != exch) d.fail("operation on type ." + t.name);
@@ -375,22 +368,52 @@ void decode_atomic(Decoder& d, bool result) {
   d.in.fn = atom;
 }
 
+// ---- multimem ----
+// A multicast address names a place on every device of a group. There is one device here, so it is an address as any
+// other: a reduction over all places gives what lies there.
+void decode_multimem(Decoder& d) {
+  bool load = d.take("ld_reduce"), store = !load && d.take("st");
+  if (!load && !store && !d.take("red")) d.fail("unknown multimem operation");
+  const auto& words = d.source->opcode;
+  auto among = [&](const std::string& word, std::initializer_list<const char*> list) { return std::find(list.begin(), list.end(), word) != list.end(); };
+  std::string op, vector;
+  for (const std::string& word : words) {
+    if (among(word, {"min", "max", "add", "and", "or", "xor"})) op = word;
+    if (among(word, {"v2", "v4", "v8"})) vector = word;
+    if (word.compare(0, 6, "shared") == 0 || among(word, {"local", "param", "const"})) d.fail("multicast addresses are global");
+  }
+  const std::string& name = words.back();
+  const Type* t = find_type(name);
+  if (!t) d.fail("type ." + name + " is not supported");
+  bool real = t->cls == Type::real, half = real && name != "f32" && name != "f64";
+  int bytes = t->bytes * (vector.empty() ? 1 : vector[1] - '0');
+  if (t->bytes < (half ? 2 : 4) || bytes < 4 || bytes > 16 || (!vector.empty() && (!real || name == "f64"))) d.fail("no such vector of type ." + name);
+  bool possible = store ? op.empty()
+                  : among(op, {"and", "or", "xor"}) ? t->cls == Type::bits
+                  : op == "add" ? real || among(name, {"u32", "s32", "u64"})
+                  : real ? half && load : t->cls != Type::bits && !op.empty();
+  if (!possible) d.fail("no such reduction of type ." + name);
+  if (load) d.take(op.c_str());
+  if (load && half) d.take("acc::f32");
+  if (load || store) decode_access(d, load);
+  else decode_atomic(d, false);
+  d.in.kind |= static_cast<int>(Space::global);
+}
+
 // ---- address queries ----
+// Programs may map for lanes that will not use the address: a CTA that does not exist is a fault where it is accessed.
 template <bool kWide>
 void mapa(Warp& w, const Instr& in, uint32_t mask) {
-  const uint32_t* rank = w.reg<uint32_t>(in.a[2]);
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
-    w.lane = l;
-    if (rank[l] >= w.cta->cluster->ctas.size()) throw SimError(format("mapa to CTA %u of a cluster of %zu", rank[l], w.cta->cluster->ctas.size()));
+    uint32_t rank = std::min(w.reg<uint32_t>(in.a[2])[l], 0xffu);
     if (kWide) {
       uint64_t a = w.reg<uint64_t>(in.a[1])[l];
-      w.reg<uint64_t>(in.a[0])[l] = (a & ~static_cast<uint64_t>(0xffu << kRankShift)) | static_cast<uint64_t>(rank[l]) << kRankShift;
+      w.reg<uint64_t>(in.a[0])[l] = (a & ~static_cast<uint64_t>(0xffu << kRankShift)) | static_cast<uint64_t>(rank) << kRankShift;
     } else {
-      w.reg<uint32_t>(in.a[0])[l] = (w.reg<uint32_t>(in.a[1])[l] & kRankMask) | rank[l] << kRankShift;
+      w.reg<uint32_t>(in.a[0])[l] = (w.reg<uint32_t>(in.a[1])[l] & kRankMask) | rank << kRankShift;
     }
   }
-  w.lane = -1;
 }
 
 template <bool kWide>
@@ -418,9 +441,10 @@ void nothing(Warp&, const Instr&, uint32_t) {}
 void register_memory(OpcodeTable& table) {
   table["ld"] = [](Decoder& d) { decode_access(d, true); };
   table["ldu"] = table["ld"];
-  table["st"] = [](Decoder& d) { decode_access(d, false); };
+  table["st"] = [](Decoder& d) { d.take("async") ? decode_remote(d, false) : decode_access(d, false); };
   table["atom"] = [](Decoder& d) { decode_atomic(d, true); };
-  table["red"] = [](Decoder& d) { decode_atomic(d, false); };
+  table["red"] = [](Decoder& d) { d.take("async") ? decode_remote(d, true) : decode_atomic(d, false); };
+  table["multimem"] = decode_multimem;
   table["mapa"] = [](Decoder& d) {
     bool shared = d.take("shared::cluster");
     Type t = d.type();

@@ -1,5 +1,5 @@
 // Named barriers, cluster barriers, mbarriers and fences.
-#include "sync.h"
+#include "async.h"
 
 namespace ptxsim {
 
@@ -51,8 +51,7 @@ Mbarrier& find_mbarrier(Warp& w, SharedPlace place) {
   auto it = place.cta->mbarriers.find(place.address);
   if (it == place.cta->mbarriers.end()) throw SimError(format("mbarrier: no initialised mbarrier at shared address 0x%x", place.address));
   const Mbarrier& b = it->second;
-  bool own = epoch_agent(b.initialized_by) == w.agent && b.initializer == 1u << w.lane;
-  if (!own && !w.set_of(w.lane).clock.seen.has(b.initialized_by, b.initializer) && w.machine->checking(kMbarrier))
+  if (!w.actor(w.lane).knows(b.initialized_by, b.initializer) && w.machine->checking(kMbarrier))
     throw SimError(format("mbarrier: the initialisation at shared address 0x%x is not ordered before this use", place.address));
   return it->second;
 }
@@ -76,6 +75,8 @@ enum Mbar { init, inval, arrive, arrive_drop, expect_tx, complete_tx, test_wait,
 struct Kind {
   static constexpr int wide = 4, relaxed = 8, expecting = 16, parity = 32, no_complete = 64, scopes = 8;  // Scope << scopes
   static Scope scope(int kind) { return static_cast<Scope>(kind >> scopes & 3); }
+  // What mbarrier.arrive returns: the phase, above it the arrivals that were pending, and whether it was a .noComplete.
+  static constexpr int state_pending = 32, state_no_complete = 63;
   static Space space(int kind) { return static_cast<Space>(kind & 3); }
 };
 
@@ -143,7 +144,10 @@ void mbar_arrive(Warp& w, const Instr& in, uint32_t mask) {
       released |= together;
     }
     uint32_t operand = in.a[2] >= 0 ? w.reg<uint32_t>(in.a[2])[l] : 1;
-    if (in.a[0] >= 0) w.reg<uint64_t>(in.a[0])[l] = b.phase;
+    if (in.a[0] >= 0) {
+      if (p.cta != w.cta) throw SimError("mbarrier: an arrival at another CTA's mbarrier returns no state");
+      w.reg<uint64_t>(in.a[0])[l] = b.phase | static_cast<uint64_t>(b.pending) << Kind::state_pending | static_cast<uint64_t>((in.kind & Kind::no_complete) != 0) << Kind::state_no_complete;
+    }
     if (in.n == expect_tx || in.kind & Kind::expecting) b.transactions += operand;
     if (in.n == complete_tx) b.transactions -= operand;
     if (arrives) {
@@ -182,7 +186,7 @@ void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
     if (in.kind & Kind::parity) {
       complete = (b.phase & 1) != (w.reg<uint32_t>(in.a[2])[l] & 1);
     } else {
-      uint64_t state = w.reg<uint64_t>(in.a[2])[l];
+      uint32_t state = static_cast<uint32_t>(w.reg<uint64_t>(in.a[2])[l]);
       if (w.machine->checking(kMbarrier) && state + 1 < b.phase) throw SimError(format("mbarrier: state of a phase that is long over at 0x%x", address));
       complete = state != b.phase;
     }
@@ -204,7 +208,26 @@ void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
   w.put_pred(in.a[0], done, mask);
 }
 
+void mbar_pending_count(Warp& w, const Instr& in, uint32_t mask) {
+  uint32_t t[kLanes] = {};
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    uint64_t state = w.reg<uint64_t>(in.a[1])[l];
+    if (!(state >> Kind::state_no_complete) && w.machine->checking(kMbarrier)) throw SimError("mbarrier: pending_count of a state that no .noComplete arrival returned");
+    t[l] = static_cast<uint32_t>(state >> Kind::state_pending) & kMaxCount;
+  }
+  w.put(in.a[0], t, mask);
+}
+
 void decode_mbarrier(Decoder& d) {
+  if (d.take("pending_count")) {
+    if (d.type().name != "b64") d.fail("unknown type");
+    d.expect(2, 2);
+    d.in.a[0] = d.destination(0, 4);
+    d.in.a[1] = d.source_slot(1, *find_type("b64"));
+    d.in.fn = mbar_pending_count;
+    return;
+  }
   static const char* const names[] = {"init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait"};
   int op = -1;
   for (int i = 0; i < 8; ++i) {
@@ -220,7 +243,10 @@ void decode_mbarrier(Decoder& d) {
   if (d.take("parity")) d.in.kind |= Kind::parity;
   std::string sem = d.take_one({"release", "acquire", "relaxed"});
   if (sem == "relaxed") d.in.kind |= Kind::relaxed;
-  d.in.kind |= (std::string(d.take_one({"cta", "cluster"})) == "cluster" ? kClusterScope : kCtaScope) << Kind::scopes;
+  std::string scope = d.take_one({"cta", "cluster"});
+  if (scope.empty() != sem.empty()) d.fail("order and scope come together");
+  if (sem == (op >= test_wait ? "release" : "acquire")) d.fail("`." + sem + "` has no meaning here");
+  d.in.kind |= (scope == "cluster" ? kClusterScope : kCtaScope) << Kind::scopes;
   d.in.kind |= static_cast<int>(take_space(d));
   Type t = d.type();
   if (t.name != "b64") d.fail("type ." + t.name);
@@ -435,6 +461,12 @@ void fence(Warp& w, const Instr& in, uint32_t mask) { w.fence(mask, static_cast<
 enum ProxySpaces { proxy_shared = 1, proxy_global = 2 };
 void fence_proxy_async(Warp& w, const Instr& in, uint32_t mask) { w.fence_proxy_async(mask, in.kind & proxy_shared, in.kind & proxy_global); }
 
+// One direction alone, but also a fence for what synchronises with relaxed operations.
+void fence_async_generic(Warp& w, const Instr&, uint32_t mask) {
+  w.fence(mask, kClusterScope);
+  w.fence_proxy_async(mask, true, false);
+}
+
 void nothing(Warp&, const Instr&, uint32_t) {}
 
 void decode_fence(Decoder& d) {
@@ -451,12 +483,16 @@ void decode_fence(Decoder& d) {
       return;
     }
     if (d.take("alias")) { d.expect(0, 0); d.in.fn = nothing; return; }  // addresses have no aliases here
-    // Tensor maps are read when a copy takes effect, so there is no cache to order.
-    if (!d.take("tensormap::generic")) d.fail("unknown proxy");
-    d.take_one({"acquire", "release"});
-    d.take_one({"cta", "cluster", "gpu", "sys"});
-    d.in.fn = nothing;
-    return;
+    if (d.take("tensormap::generic")) return decode_tensormap_fence(d);
+    if (d.take("async::generic")) {
+      std::string order = d.take_one({"acquire", "release"});
+      std::string restriction = d.take_one({"sync_restrict::shared::cta", "sync_restrict::shared::cluster"});
+      if (restriction != (order == "release" ? "sync_restrict::shared::cta" : "sync_restrict::shared::cluster") || !d.take("cluster")) d.fail("unknown form");
+      d.expect(0, 0);
+      d.in.fn = fence_async_generic;
+      return;
+    }
+    d.fail("unknown proxy");
   }
   if (d.take("mbarrier_init")) {
     if (!d.take("release") || !d.take("cluster")) d.fail("unknown form");

@@ -42,6 +42,8 @@ enum Check : uint32_t {
   kTensorFence = 1u << 18,
   kTensorOrder = 1u << 19,
   kCluster = 1u << 20,
+  kCtaGroup = 1u << 21,
+  kRegisters = 1u << 22,
 };
 constexpr uint32_t kOrderChecks = kRace | kAsyncEarly | kProxyFence | kTensorFence;
 extern const char* const kCheckNames[];  // in bit order, ends with nullptr
@@ -125,6 +127,8 @@ struct Actor {
   const std::vector<uint32_t>* follows = nullptr;
   const View* ordered = nullptr;  // in tensor memory: what the tcgen05 operations of these lanes come after
   bool read_only = false;    // ld.global.nc: what it reads must not be written while the kernel runs
+  // Whether what an agent of its cluster did comes before; of an agent's own lane it always does.
+  bool knows(uint32_t e, uint32_t mask) const { return (epoch_agent(e) == self && !(mask & ~self_lanes)) || clock->seen.has(e, mask); }
 };
 
 // What is known about the accesses to a stretch of memory, by unit: a byte, or a word of tensor memory.
@@ -144,10 +148,10 @@ struct Written {
   uint32_t epoch;
   uint32_t lane;
   Scope scope;
-  bool asynchronous;
+  bool async_proxy;
   int line;
   uint64_t pack() const {
-    return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(lane) << 27 | static_cast<uint64_t>(scope) << 25 | static_cast<uint64_t>(asynchronous) << 24 | (static_cast<uint32_t>(line) & 0xffffffu);
+    return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(lane) << 27 | static_cast<uint64_t>(scope) << 25 | static_cast<uint64_t>(async_proxy) << 24 | (static_cast<uint32_t>(line) & 0xffffffu);
   }
   static Written unpack(uint64_t w) {
     return {static_cast<uint32_t>(w >> 32), static_cast<uint32_t>(w >> 27 & 31), static_cast<Scope>(w >> 25 & 3), (w >> 24 & 1) != 0, static_cast<int>(w & 0xffffff)};

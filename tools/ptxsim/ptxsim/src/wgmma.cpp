@@ -1,6 +1,8 @@
 // wgmma.mma_async and its fence, commit and wait.
 #include "wgmma.h"
 
+#include <algorithm>
+
 #include "decode.h"
 #include "numeric.h"
 #include "smem_matrix.h"
@@ -16,6 +18,7 @@ struct Kind {
   static Element a(int kind) { return static_cast<Element>(kind & 15); }
   static Element b(int kind) { return static_cast<Element>(kind >> format_b & 15); }
   static uint32_t k(int kind) { return 256 / element_bits(a(kind)); }
+  static uint32_t shape(const Instr& in) { return static_cast<uint32_t>(in.n) << 7 | k(in.kind) << 1 | 1; }
 };
 // Slots: a[0] descriptor of A, a[1] of B, a[2] scale-d; in.n: N; lists: D registers, A registers, then their numbers.
 
@@ -124,10 +127,57 @@ void schedule(Warpgroup& g) {
   });
 }
 
+// Numbers of the registers of D, then of A; -1: a constant or nothing.
+struct Registers {
+  const int32_t* numbers;
+  uint32_t accumulators, count;
+  Registers(const Program& program, const Instr& in) : accumulators(accumulator_registers(in)), count(accumulators + (in.kind & Kind::a_registers ? 4 : 0)) {
+    numbers = program.lists.data() + in.list + count;
+  }
+};
+
+// A wgmma is ordered after earlier accesses to its registers by a wgmma.fence alone. Two need none between them where both
+// accumulate in the register with the same shape, or both read it as A.
+void check_fenced(Warp& w, const Instr& in) {
+  if (!w.wgmma_fences) throw SimError("in_flight_registers: no wgmma.fence before the warp's first wgmma");
+  Registers registers(*w.program, in);
+  for (uint32_t i = 0; i < registers.count; ++i) {
+    if (registers.numbers[i] < 0) continue;
+    WgmmaRegister& r = w.wgmma_registers[static_cast<size_t>(registers.numbers[i])];
+    uint32_t shape = i < registers.accumulators ? Kind::shape(in) : 0;
+    const char* name = w.program->function->registers[static_cast<size_t>(registers.numbers[i])].name.c_str();
+    if (r.touched == w.wgmma_fences) throw SimError(format("in_flight_registers: no wgmma.fence between this wgmma and an earlier access to its register %s", name));
+    if (r.used == w.wgmma_fences && r.shape != shape)
+      throw SimError(format("in_flight_registers: no wgmma.fence between this wgmma and one that uses its register %s in another shape, or as an operand of another kind", name));
+    r.used = w.wgmma_fences;
+    r.shape = shape;
+  }
+}
+
+void touch_wgmma_registers(Warp& w, const Instr& in, uint32_t mask) {
+  const int32_t* uses = w.program->lists.data() + in.uses;
+  for (int i = 0; i < in.use_count; ++i) w.wgmma_registers[static_cast<size_t>(uses[i])].touched = w.wgmma_fences;
+  w.program->behind[static_cast<size_t>(w.at)](w, in, mask);
+}
+
+// `mov d, a`. Compilers copy accumulators, and move constants into them, wherever they like; the assembler knows that
+// these are one value, so a copy is no access and has what its source has behind it.
+bool is_copy(const Instr& in) {
+  const Statement& s = *in.source;
+  return s.opcode[0] == "mov" && s.operands[0].kind == Operand::reg && (s.operands[1].kind == Operand::reg || s.operands[1].kind == Operand::real || s.operands[1].kind == Operand::integer);
+}
+
+void copy_wgmma_register(Warp& w, const Instr& in, uint32_t mask) {
+  const Operand& to = in.source->operands[0];
+  const Operand& from = in.source->operands[1];
+  w.wgmma_registers[static_cast<size_t>(to.index)] = from.kind == Operand::reg ? w.wgmma_registers[static_cast<size_t>(from.index)] : WgmmaRegister();
+  w.program->behind[static_cast<size_t>(w.at)](w, in, mask);
+}
+
 void own_registers(Warp& w, const Instr& in, uint32_t mark) {
-  uint32_t registers = accumulator_registers(in) + (in.kind & Kind::a_registers ? 4 : 0);
-  const int32_t* numbers = w.program->lists.data() + in.list + registers;
-  for (uint32_t i = 0; i < registers; ++i) {
+  Registers registers(*w.program, in);
+  const int32_t* numbers = registers.numbers;
+  for (uint32_t i = 0; i < registers.count; ++i) {
     if (numbers[i] < 0) continue;
     w.in_flight[static_cast<size_t>(numbers[i])] = kOwnedByWgmma;
     w.owned.emplace_back(mark, numbers[i]);
@@ -138,8 +188,7 @@ void own_registers(Warp& w, const Instr& in, uint32_t mark) {
 void mma_async(Warp& w, const Instr& in, uint32_t) {
   if (!w.converged(kFullMask)) return;
   Warpgroup& g = warpgroup_of(w);
-  if (!w.wgmma_fenced && w.machine->checking(kInFlightRegisters))
-    throw SimError("in_flight_registers: no wgmma.fence between this wgmma and what the warp did to its registers before");
+  if (w.machine->checking(kInFlightRegisters)) check_fenced(w, in);
   size_t rank = static_cast<size_t>(w.index % 4);
   uint64_t number = g.issued[rank]++;
   uint64_t a = in.kind & Kind::a_registers ? 0 : w.reg<uint64_t>(in.a[0])[0], b = w.reg<uint64_t>(in.a[1])[0];
@@ -161,7 +210,7 @@ void mma_async(Warp& w, const Instr& in, uint32_t) {
 }
 
 void mma_fence(Warp& w, const Instr&, uint32_t) {
-  if (w.converged(kFullMask)) w.wgmma_fenced = true;
+  if (w.converged(kFullMask)) ++w.wgmma_fences;
 }
 
 void commit_group(Warp& w, const Instr&, uint32_t) {
@@ -177,7 +226,6 @@ void wait_group(Warp& w, const Instr& in, uint32_t) {
     return;
   }
   if (!mark) return;
-  w.wgmma_fenced = false;
   uint32_t agent = warpgroup_of(w).agent;
   w.for_sets(w.live, [&](LaneSet& s) { s.clock.seen.see(agent, mark); });
   // A register may belong to several operations: it is free when none of them is outstanding.
@@ -273,6 +321,36 @@ bool registers_ready(Warp& w, const Instr& in) {
       throw SimError(format("in_flight_registers: %s belongs to a wgmma that was not waited for", w.program->function->registers[static_cast<size_t>(uses[i])].name.c_str()));
   }
   return true;
+}
+
+void watch_wgmma_registers(Program& program) {
+  std::vector<bool> watched(program.register_slot.size());
+  bool any = false;
+  for (const Instr& in : program.code) {
+    if (in.fn != mma_async) continue;
+    Registers registers(program, in);
+    for (uint32_t i = 0; i < registers.count; ++i)
+      if (registers.numbers[i] >= 0) watched[static_cast<size_t>(registers.numbers[i])] = any = true;
+  }
+  if (!any) return;
+  // What is copied to such a register is followed as well.
+  for (bool more = true; more;) {
+    more = false;
+    for (const Instr& in : program.code) {
+      if (!is_copy(in) || in.source->operands[1].kind != Operand::reg) continue;
+      size_t to = static_cast<size_t>(in.source->operands[0].index), from = static_cast<size_t>(in.source->operands[1].index);
+      if (watched[to] && !watched[from]) watched[from] = more = true;
+    }
+  }
+  program.behind.resize(program.code.size());
+  for (size_t at = 0; at < program.code.size(); ++at) {
+    Instr& in = program.code[at];
+    if (in.fn == mma_async) continue;
+    const int32_t* uses = program.lists.data() + in.uses;
+    if (std::none_of(uses, uses + in.use_count, [&](int32_t r) { return watched[static_cast<size_t>(r)]; })) continue;
+    program.behind[at] = in.fn;
+    in.fn = is_copy(in) ? copy_wgmma_register : touch_wgmma_registers;
+  }
 }
 
 void register_wgmma(OpcodeTable& table) {
