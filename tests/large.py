@@ -92,6 +92,8 @@ class LargeCall:
         """The results are right."""
         buffers = {name: self.far[name][self.tokens :].zero_() for name in ("out", "lse")}
         options = {"partial_dtype": self.partial, "temperature": self.temperature}
+        if not self.walks:
+            self.moved |= self._workspace()
         with self._far():
             results = attend(self.case, self.plan, **options, **buffers)
         g, want = self.case.qhead_per_kv, self.want
@@ -103,7 +105,7 @@ class LargeCall:
     def _move(self):
         """What launches take instead of what they are given: arrays and numbers, by name."""
         case, (row_ptr, _, schedule) = self.case, self.plan
-        head_kv, g, topk, total_q = self.head_kv, case.qhead_per_kv, case.topk, case.q.shape[0]
+        head_kv, topk, total_q = self.head_kv, case.topk, case.q.shape[0]
         times = MANY // (total_q * topk)  # more entries
         entries = total_q * topk * times
         batch = case.cu_seqlens_q.shape[0] - 1
@@ -130,11 +132,17 @@ class LargeCall:
             "row_ptr": within(row_ptr, (head_kv, MANY + 1)),
             "total_rows": MANY,
             "qsplit_indices": within(schedule.qsplit_indices, (head_kv, entries)),
-            "partial_out": reserved((head_kv * entries * g, 128), self.partial),
-            "partial_lse": reserved((head_kv * entries * g,), torch.float32),
-            "partial_lse_temperature": reserved((head_kv * entries * g,), torch.float32),
             "work_count": schedule.work_count + ITEMS,
             "work_capacity": ITEMS + schedule.work_capacity,
+        }
+
+    def _workspace(self):
+        """What lies between the forward and combine, with nothing of an earlier call."""
+        rows = self.moved["qsplit_indices"].numel() * self.case.qhead_per_kv
+        return {
+            "partial_out": reserved((rows, 128), self.partial),
+            "partial_lse": reserved((rows,), torch.float32),
+            "partial_lse_temperature": reserved((rows,), torch.float32),
         }
 
     def _of_combine(self):

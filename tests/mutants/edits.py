@@ -14,7 +14,7 @@ from places import SEEDS
 NUMBERS = "numbers"  # what catches a mutant that runs to its end: its results are wrong
 ENDLESS = "endless"  # and one that does not
 ORDER = {"race", "async_early", "uninitialized", "mbarrier", "proxy_fence"}  # by whichever the seed meets first
-TENSOR = ORDER | {NUMBERS, "tensor_bounds"}
+TENSOR = ORDER | {NUMBERS, "tensor_bounds", "tensor_order"}
 HANGS = {"deadlock", ENDLESS}
 REGISTERS = HANGS | {"registers"}
 ANY = None  # of arithmetic, anything may come

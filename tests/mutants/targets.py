@@ -16,7 +16,7 @@ import torch
 from guarded import Guarded
 from large import LargeCall, heads_far_apart, spread
 from places import HOST, SEEDS, Place, assert_close, attend, build, without_digest
-from reference import BLOCK, make_case
+from reference import BLOCK, make_case, random_q2k
 from selections import WALK_ARRAYS, Selection, assert_same, neighbours, random_selection
 from simulated import ATTENTION, ptx, replaced, simulation
 
@@ -73,7 +73,7 @@ class Target:
 MAX_STEPS = 2_000_000  # warp instructions of a launch; none takes a third of that
 LENGTHS = {  # of keys: partial blocks, items too small for every consumer
     "small": [400, 200],
-    "long": [2000, 300],  # by one CTA: every ring goes round 16 times
+    "long": [2000, 600],  # by one CTA: every ring goes round 16 times
 }
 ARRAYS = {
     "csr": ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries"),
@@ -109,10 +109,18 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
     def prepared(size, traversal):
         lens_q = [min(70, 320 // g), 3] if size == "small" else [min(150, 640 // g), 20]
         lens_k = LENGTHS[size]
-        case = make_case(
-            lens_q=lens_q, lens_k=lens_k, qhead_per_kv=g, topk=topk, layout=layout, causal=True, trim=layout == "paged"
-        )
-        case.q[::3] *= 40
+        options = {"layout": layout, "causal": True, "trim": layout == "paged"}
+        if size == "long" and topk == 4:  # every entry of the CSR counts
+            rng = np.random.default_rng(0)
+            blocks = [
+                rng.random((2, n, -(-keys // BLOCK))).argsort(-1)[..., :4]
+                for n, keys in zip(lens_q, lens_k, strict=True)
+            ]
+            options["q2k"] = np.concatenate(blocks, axis=1).astype(np.int32)
+        case = make_case(lens_q=lens_q, lens_k=lens_k, qhead_per_kv=g, topk=topk, **options)
+        if layout == "paged":
+            case.page_table[0, 1] = case.k.shape[0]  # a page that is not there
+        case.q[::3] *= 512
         plan = build(case)
         only(plan[2], traversal)
         return case, plan, case.reference(lse_temperature_scale=temperature or 1.0)
@@ -180,6 +188,11 @@ def strided(selection):
     return selection
 
 
+def unequal(lens_q, lens_k):
+    """Random blocks of given lengths."""
+    return Selection(random_q2k(np.random.default_rng(0), lens_q, lens_k, 2, 4), lens_q, lens_k, 2)
+
+
 def spread_blocks(selection):
     """The same blocks, gigabytes apart."""
     selection.q2k = spread(torch.from_numpy(selection.q2k), (1 << 33, (1 << 32) + 64, 1)).numpy()
@@ -189,7 +202,7 @@ def spread_blocks(selection):
 SELECTIONS = {
     "several tiles": lambda: random_selection(5, 3, 800, 3000, 2, 4, g=2),
     "rows of no sequence": lambda: strided(random_selection(9, 4, 90, 900, 2, 4, padding=77, empty_rows=300)),
-    "many rows": lambda: random_selection(2, 1, 1100, 2200 * BLOCK, 2, 4, g=2),
+    "many rows": lambda: unequal([700, *[10] * 40], [1000 * BLOCK, *(BLOCK * blocks for blocks in range(20, 60))]),
     "many sequences": lambda: random_selection(70, 70, 20, 700, 2, 4, g=1),
     "several items a row": lambda: Selection(np.zeros((2, 300, 4), np.int32), [200, 100], [700, 1], 16),
     "neighbours": neighbours,
