@@ -200,7 +200,7 @@ def spread_blocks(selection):
 
 
 SELECTIONS = {
-    "several tiles": lambda: random_selection(5, 3, 800, 3000, 2, 4, g=2),
+    "several tiles": lambda: random_selection(5, 3, 800, 3000, 2, 4, g=1),
     "rows of no sequence": lambda: strided(random_selection(9, 4, 90, 900, 2, 4, padding=77, empty_rows=300)),
     "many rows": lambda: unequal([700, *[10] * 40], [1000 * BLOCK, *(BLOCK * blocks for blocks in range(20, 60))]),
     "many sequences": lambda: random_selection(70, 70, 20, 700, 2, 4, g=1),
