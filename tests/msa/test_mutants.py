@@ -61,7 +61,7 @@ def test_every_edit_makes_mutants_and_every_kernel_has_many():
         number = len([*mutants(text, lines, edit)])
         made[edit.name] += number
         made[target.name] += number
-    assert all(made[edit.name] for edit in EDITS) and all(made[target.name] >= 60 for target in TARGETS)
+    assert all(made[edit.name] for edit in EDITS) and all(made[target.name] >= 30 for target in TARGETS)
 
 
 @pytest.mark.parametrize("number", range(3), ids=["q", "k", "v"])

@@ -20,6 +20,7 @@ RULES = [
         r"csr_|walk_plan|radix_|schedule_", r".*offset cut", r"mul\.wide\.[su]32\s+%rd\d+, %r\d+, [48];",
         "an index of fewer than 2^29: of an entry of a head (2^24 tokens of 32 blocks), a row, a sequence or a digit",
     ),
+    (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 32;", "2^31 rows of q are 512 GiB"),
 ]  # fmt: skip
 
 NUMBERED = {
@@ -29,6 +30,11 @@ NUMBERED = {
     ("sm_100f fwd g16 bfloat16 temperature", "lt and le"): {15: EMPTY},
     ("sm_100f fwd g1 float32", "lt and le"): {16: EMPTY},
     ("walk_plan", "lt and le"): {1: "a thread writes a word that it clears afterwards"},
+    ("sm_100f combine topk8 bfloat16", "constant one more"): {12: "the bits below are 0"},
+    ("walk_plan", "gt and ge"): {1: "there are more words than threads"},
+    ("csr_keys", "lt and le"): {1: "clears a word that nothing reads"},
+    ("csr_keys", "gt and ge"): {1: "clears a word that nothing reads", 18: "the host refuses too few rows"},
+    ("csr_keys", "minimum and maximum"): {1: "cu_seqlens_q ascends"},
     ("csr_rows", "lt and le"): {11: ROUND},
     ("csr_rows", "gt and ge"): {13: ROUND},
     ("csr_rows", "constant one more"): {1: EMPTY},

@@ -72,7 +72,7 @@ class Target:
 
 MAX_STEPS = 2_000_000  # warp instructions of a launch; none takes a third of that
 LENGTHS = {  # of keys: partial blocks, items too small for every consumer
-    "small": [400, 200],
+    "small": [400, 200, 45, 110],
     "long": [2000, 600],  # by one CTA: every ring goes round 16 times
 }
 ARRAYS = {
@@ -85,8 +85,8 @@ WORDS = np.array([-(2**31), -7, -1, 0, 1, 127, 128, (1 << 24) - 1, 1 << 24, 2**3
 def totals(traversal, tokens_per_group):
     """(blocks of all unions, selections that count) that just ask for a traversal, and others that do."""
     if traversal == "walk":
-        return [(7, 5 * tokens_per_group), (0, 1), ((1 << 40) - 1, 1 << 60)]
-    return [(7, 5 * tokens_per_group - 1), (0, 0), (-1, 1 << 60), (1 << 40, 1 << 60)]
+        return [(7, 5 * tokens_per_group), (0, 1), (1, 1 << 36), ((1 << 40) - 1, 1 << 60)]
+    return [(7, 5 * tokens_per_group - 1), (0, 0), (-1, 1 << 60), (1 << 36, 1), (1 << 40, 1 << 60)]
 
 
 def only(schedule, traversal):
@@ -107,9 +107,9 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
 
     @functools.cache
     def prepared(size, traversal):
-        lens_q = [min(70, 320 // g), 3] if size == "small" else [min(150, 640 // g), 20]
+        lens_q = [min(70, 320 // g), 3, 2, 2] if size == "small" else [min(150, 640 // g), 20]
         lens_k = LENGTHS[size]
-        options = {"layout": layout, "causal": True, "trim": layout == "paged"}
+        options = {"layout": layout, "causal": True, "trim": size == "long"}
         if size == "long" and topk == 4:  # every entry of the CSR counts
             rng = np.random.default_rng(0)
             blocks = [
@@ -120,7 +120,9 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
         case = make_case(lens_q=lens_q, lens_k=lens_k, qhead_per_kv=g, topk=topk, **options)
         if layout == "paged":
             case.page_table[0, 1] = case.k.shape[0]  # a page that is not there
-        case.q[::3] *= 512
+            case.page_table = case.page_table[:, : 3 if size == "small" else 14]  # nor are those of further columns
+        if size == "small":
+            case.q[::3] *= 512
         plan = build(case)
         only(plan[2], traversal)
         return case, plan, case.reference(lse_temperature_scale=temperature or 1.0)
