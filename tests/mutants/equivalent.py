@@ -11,6 +11,7 @@ from mutants.edits import Edit, Mutant
 
 ROUND = "a further round of the loop finds nothing"
 EMPTY = "no launch has a batch, a head or an item of nothing"
+COUNTS = "split_counts of fewer than 2^24 tokens and of 64 KV heads are 4 GiB"
 COLLECTIVE = "what it orders are loads of tensor memory, which a warp's lanes do and await together"
 WARPGROUP = "a warpgroup's products are complete as one, and the warp that goes on has waited for them"
 
@@ -35,6 +36,11 @@ NUMBERED = {
     ("csr_keys", "lt and le"): {1: "clears a word that nothing reads"},
     ("csr_keys", "gt and ge"): {1: "clears a word that nothing reads", 18: "the host refuses too few rows"},
     ("csr_keys", "minimum and maximum"): {1: "cu_seqlens_q ascends"},
+    ("csr_collect", "signed offset cut"): {31: COUNTS},
+    ("csr_collect", "offset cut"): {31: COUNTS},
+    ("csr_collect", "gt and ge"): {6: "the entry after the last one is -1"},
+    ("csr_keys", "signed offset cut"): {63: COUNTS},
+    ("csr_keys", "offset cut"): {63: COUNTS},
     ("csr_rows", "lt and le"): {11: ROUND},
     ("csr_rows", "gt and ge"): {13: ROUND},
     ("csr_rows", "constant one more"): {1: EMPTY},

@@ -142,7 +142,7 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
 
     def garbage(traversal):
         """In a schedule, which nothing may follow out of bounds; two items may be the same."""
-        sim.options.off = ("race",)
+        sim.options.off = ("race", "async_early")
         case, plan, _ = prepared("small", traversal)
         schedule = without_digest(plan[2])
         schedule.walk_totals.copy_(torch.tensor(totals(traversal, tokens_per_group)[0]))
@@ -248,7 +248,7 @@ def preparation(operation):
             rng = np.random.default_rng(seed)
             for array in (csr := {name: array.copy() for name, array in csr.items()}).values():
                 at = rng.random(array.shape) < 0.1
-                array[at] = rng.choice(WORDS, at.sum())
+                array[at] = rng.choice([*WORDS, selection.total_q], at.sum())
             selection.prepare(**csr)
 
     cases = {name: functools.partial(check, name) for name in SELECTIONS}
