@@ -5,6 +5,7 @@ package/   what is installed: wheels, stubs, command line, benchmark, tools
 launcher/  the run time on a driver that records what it is asked: parameters, errors, contexts, the manifest
 msa/       block-sparse attention: what its kernels give, in every place of places.py; CSR and schedule
 sim/       calls on host arrays: options, types, what the simulator reports
+mutants/   what is done to the PTX of kernels, and the calls that must notice it; msa/test_mutants.py tries it
 gpu/       what only a device shows: sizes, streams, graphs, contexts, frameworks, recorded bits
 """
 

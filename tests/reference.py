@@ -23,23 +23,21 @@ GATHER_BYTES = 1 << 29  # of gathered keys at a time
 
 @dataclass(frozen=True)
 class Reference:
-    """Results for some tokens: ``out``, ``out_bf16`` float32 [n, Hq, 128]; ``lse``, ``lse_temperature`` [n, Hq].
+    """Results for some tokens, float32: ``out``, ``spread`` [n, Hq, 128]; ``lse``, ``lse_temperature`` [n, Hq].
 
-    ``out`` is computed in float32; ``out_bf16`` the same way with P and the result rounded to bf16.
+    ``spread`` is the root of the sum of squares of what each key adds to ``out``: rounding them adds up to about that.
     """
 
     out: torch.Tensor
-    out_bf16: torch.Tensor
+    spread: torch.Tensor
     lse: torch.Tensor
     lse_temperature: torch.Tensor
 
     @property
-    def tolerance(self) -> float:
-        """2 max|ref_bf16 - ref| + 2 eps(ref); eps is the largest error of rounding the reference to bf16."""
-        if self.out.numel() == 0:
-            return 0.0
-        rounding = (self.out.bfloat16().float() - self.out).abs().max()
-        return float(2 * (self.out_bf16 - self.out).abs().max() + 2 * rounding)
+    def tolerance(self) -> torch.Tensor:
+        """Of each element of ``out``: half a unit of bf16 for the result, and 4.5 times that of what P and the partial
+        results are rounded by. The most that is seen of 10^5 elements is 3.6."""
+        return 2**-8 * (self.out.abs() + 4.5 * self.spread)
 
 
 def sparse_attention(
@@ -127,19 +125,19 @@ def _attend(q, k, v, q2k, cu_q, cu_k, page_table, seqused_k, causal, scale, temp
     total = p.sum(-1, keepdim=True)
     share = torch.where(total > 0, 1 / total, 0.0)
     out = (p @ gathered_v) * share
-    out_bf16 = ((p.bfloat16().float() @ gathered_v) * share).bfloat16().float()
+    spread = (p.square() @ gathered_v.square()).sqrt() * share
     lse = torch.logsumexp(scores, -1)
     lse_temperature = torch.logsumexp(scores / temperature, -1)
     shape = (n, head_kv * group)
-    return out.view(*shape, DIM), out_bf16.view(*shape, DIM), lse.view(shape), lse_temperature.view(shape)
+    return out.view(*shape, DIM), spread.view(*shape, DIM), lse.view(shape), lse_temperature.view(shape)
 
 
 def assert_lse_close(got, want) -> None:
-    """-inf in the same places, elsewhere within 1e-3 absolute and relative."""
+    """-inf in the same places, elsewhere within 5e-6 absolute and relative: the most that is seen is 2e-7."""
     assert got.dtype == torch.float32 and got.shape == want.shape
     empty = want == -torch.inf
     assert torch.equal(got == -torch.inf, empty), "lse is -inf exactly where a row sees nothing"
-    excess = ((got - want).abs() - 1e-3 * (1 + want.abs())).masked_fill(empty, -1.0)
+    excess = ((got - want).abs() - 5e-6 * (1 + want.abs())).masked_fill(empty, -1.0)
     assert not excess.isnan().any() and (excess.numel() == 0 or excess.max() <= 0), f"lse off by {excess.max()} more"
 
 
@@ -149,7 +147,8 @@ def assert_out_close(out, reference: Reference) -> None:
     difference = (out.float() - reference.out).abs()
     assert not difference.isnan().any(), "NaN in out"
     if difference.numel():
-        assert difference.max() <= reference.tolerance, f"{difference.max()} > {reference.tolerance}"
+        excess = difference - reference.tolerance
+        assert excess.max() <= 0, f"out off by {excess.max()} more, by {difference.max()} at most"
     assert not out[reference.lse == -torch.inf].any(), "out is 0 where a row sees nothing"
 
 

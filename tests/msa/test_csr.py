@@ -9,16 +9,8 @@ import torch
 from guarded import Guarded
 from places import HOST, SEEDS, TOPK, G, asks_to_walk, axes
 from reference import BLOCK
-from selections import WALK_ARRAYS, Selection, any_selection, assert_same, on_host, random_selection
+from selections import WALK_ARRAYS, Selection, any_selection, assert_same, neighbours, on_host, random_selection
 from simulated import ATTENTION, get_bundle, recorded, simulation
-
-
-def neighbours():
-    """Every token selects the latest blocks up to its own, in any order."""
-    last = (np.arange(500) + 1000) // BLOCK
-    q2k = last[None, :, None] - np.arange(4)
-    return Selection(np.random.default_rng(0).permuted(q2k, axis=-1).astype(np.int32), [500], [1500], 16)
-
 
 # name -> (selection, whether it crosses the edge, from its results and the grids of each operation's launches)
 EDGES = {

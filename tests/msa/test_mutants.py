@@ -1,160 +1,67 @@
-"""Mutations of our own forward: each must be caught, by a check or by the numbers, under one of three seeds.
+"""Mutations of our kernels: each must be noticed, by a check or by the numbers.
 
-A mutation replaces one occurrence of a pattern in the PTX, or changes a tensor map. What caught it is part of the test.
+mutants/edits.py has what is done to the PTX, mutants/targets.py the kernels and the calls that look at their results,
+mutants/equivalent.py what changes nothing. Here some mutants of each edit and kernel are tried; with
+``SPARSE_AOT_ALL_MUTANTS=1`` all of them, and that the equivalent ones are.
 """
 
-import functools
+import os
+from collections import Counter
 
 import pytest
-from places import SEEDS, assert_close, needs_simulator
-from places import run as attend
-from reference import make_case
-from simulated import BLACKWELL, HOPPER, changed_maps, further, mutants, ptx, replaced, simulation
-
-from aot.configs import ARCHS
-from sparse_aot import sim
+from mutants.edits import EDITS, NUMBERS, mutants
+from mutants.equivalent import reason
+from mutants.targets import TARGETS, attention
+from places import needs_simulator
+from simulated import changed_maps
 
 pytestmark = needs_simulator
 
-GROUPS = {"sm_90a": 4, "sm_100f": 16}  # G of the forward that is mutated
-NUMBERS = "numbers"
-ORDER = {"race", "async_early", "uninitialized", "mbarrier", "proxy_fence"}  # by whichever the seed meets first
-TENSOR = ORDER | {NUMBERS, "tensor_bounds"}
+ALL = os.environ.get("SPARSE_AOT_ALL_MUTANTS") == "1"
+SAMPLE = 3  # mutants of an edit and a kernel
+PAIRS = [(target, edit) for target in TARGETS for edit in EDITS if target.name.startswith(edit.of)]
 
 
-@functools.cache
-def case(g):
-    """Several items a CTA, so that every ring wraps, some too small for every consumer, a partial block, a diagonal."""
-    return make_case(lens_q=[70, 3], lens_k=[400, 200], head_kv=1, qhead_per_kv=g, topk=4, causal=True)
+def sample(target, edit, made):
+    """The mutants that are tried: of those that change something all, or some that are spread over the kernel."""
+    spread = made if ALL else [made[i * len(made) // SAMPLE] for i in range(min(SAMPLE, len(made)))]
+    changing = [mutant for mutant in spread if not reason(target.name, edit, mutant)]
+    return changing or [mutant for mutant in made if not reason(target.name, edit, mutant)][:1]
 
 
-@functools.cache
-def wanted(g):
-    return case(g).reference()
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_the_kernel_itself_is_not_caught(target):
+    _, text, _ = target.kernel
+    assert target.caught_by(text) is None
 
 
-def run(arch, g, seed):
-    """(out, lse), and the launches that they took."""
-    with simulation(arch, multiprocessors=2, seed=seed, max_steps=3_000_000) as launches:
-        return attend(case(g), partial_dtype="bfloat16"), launches
+@pytest.mark.parametrize("target, edit", PAIRS, ids=[f"{target.name}-{edit.name}" for target, edit in PAIRS])
+def test_no_mutant_survives(target, edit):
+    _, text, lines = target.kernel
+    made = [*mutants(text, lines, edit)]
+    for mutant in sample(target, edit, made):
+        caught = target.caught_by(mutant.text, edit.seeds, edit.case)
+        assert caught, f"survives: {mutant}"
+        assert edit.caught_by is None or caught in edit.caught_by, f"was caught by {caught}: {mutant}"
 
 
-def caught_by(arch, g):
-    """The check that stops a call, or "numbers", under the first seed that catches something; None: nothing does."""
-    for seed in SEEDS:
-        try:
-            results, _ = run(arch, g, seed)
-            assert_close(results, wanted(g))
-        except sim.SimulationError as stopped:
-            return str(stopped).split(":")[0]
-        except AssertionError:
-            return NUMBERS
-    return None
+@pytest.mark.skipif(not ALL, reason="what a mutant that changes nothing takes, all cases under all seeds, is long")
+@pytest.mark.parametrize("target, edit", PAIRS, ids=[f"{target.name}-{edit.name}" for target, edit in PAIRS])
+def test_what_is_said_to_change_nothing_is_not_noticed(target, edit):
+    _, text, lines = target.kernel
+    for mutant in mutants(text, lines, edit):
+        if reason(target.name, edit, mutant):
+            assert target.caught_by(mutant.text, edit.seeds, edit.case) is None, f"is noticed: {mutant}"
 
 
-def constant(change):
-    """Changes the last number of what was found; None: this one is left alone."""
-
-    def edit(match):
-        changed = change(int(match[2]))
-        return None if changed is None else f"{match[1]}{changed};"
-
-    return edit
-
-
-def leading_offset(bits):
-    """A K-major operand has no use for it, and holds 1 there."""
-    return bits + (64 << 16) if bits >> 16 & 0x3FFF > 1 else None
-
-
-LOW_HALF = r"(or\.b64 \s*%rd\d+, %rd\d+, )(46116\d{14});"  # of matrix descriptors: the constants that the DSL adds
-HIGH_HALF = r"(mov\.b32 \s*%r\d+, )(107374\d{4});"
-
-# (name, architectures, pattern, replacement, what may catch it): a mutant for each occurrence of the pattern.
-EDITS = [
-    ("wait for an mbarrier dropped", ARCHS, r"mbarrier\.try_wait[^;]* P1, [^;]*;", "setp.eq.u32 P1, 0, 0;", ORDER),
-    ("arrival dropped", ARCHS, r"mbarrier\.arrive\.shared[^;]*;", "", {"deadlock"}),
-    ("arrival relaxed", ARCHS, r"mbarrier\.arrive\.shared", "mbarrier.arrive.relaxed.cta.shared", ORDER),
-    ("arrival twice", ARCHS, r"(mbarrier\.arrive\.shared[^;]*;)", r"\1 \1", ORDER | {"deadlock"}),
-    ("expected bytes halved", ARCHS, r"(expect_tx[^;]*), %r\d+;", r"\1, 8192;", {"mbarrier"}),
-    ("proxy fence dropped", ARCHS, r"fence\.proxy\.async[^;]*;", "", {"proxy_fence"}),
-    ("barrier dropped", ARCHS, r"bar\.sync[^;]*;", "", ORDER | {"tensor_bounds"}),
-    ("wgmma fence dropped", HOPPER, r"wgmma\.fence[^;]*;", "", {"in_flight_registers"}),
-    ("wgmma commit dropped", HOPPER, r"wgmma\.commit_group[^;]*;", "", {"in_flight_registers"}),
-    ("wgmma wait dropped", HOPPER, r"wgmma\.wait_group[^;]*;", "", {"in_flight_registers"}),
-    ("commit dropped", BLACKWELL, r"tcgen05\.commit[^;]*;", "", {"deadlock"}),
-    ("wait for stores dropped", BLACKWELL, r"tcgen05\.wait::st[^;]*;", "", ORDER),
-    ("tensor memory kept", BLACKWELL, r"tcgen05\.dealloc[^;]*;", "", {"tensor_leak"}),
-    ("product left out", BLACKWELL, r"tcgen05\.mma[^;]*;", "", ORDER | {NUMBERS}),
-    ("accumulator elsewhere", BLACKWELL, r"(tcgen05\.mma[^;\[]*\[%r\d+)(\+\d+)?", further(16), TENSOR),
-    ("load from elsewhere", BLACKWELL, r"(tcgen05\.ld[^;\[]*\[%r\d+)(\+\d+)?", further(16), TENSOR),
-    ("store elsewhere", BLACKWELL, r"(tcgen05\.st[^;\[]*\[%r\d+)(\+\d+)?", further(16), TENSOR),
-    ("wait for copies dropped", HOPPER, r"cp\.async\.wait_group[^;]*;", "", ORDER),
-    ("wait for bulk copies dropped", ARCHS, r"cp\.async\.bulk\.wait_group[^;]*;", "", {"async_early"}),
-    (
-        "copy displaced",
-        ARCHS,
-        r"(cp\.async\.bulk\.tensor[^;\[]*\[%r\d+)(\+\d+)?",
-        further(1024),
-        ORDER | {"shared_bounds"},
-    ),
-    ("copy left out", ARCHS, r"cp\.async\.bulk\.tensor[^;]*;", "", {"deadlock"}),
-    ("descriptor: swizzle 64", HOPPER, HIGH_HALF, constant(lambda bits: bits ^ 3 << 30), ORDER | {NUMBERS}),
-    ("descriptor: no swizzle", HOPPER, HIGH_HALF, constant(lambda bits: bits ^ 1 << 30), ORDER | {NUMBERS}),
-    ("descriptor: stride offset", HOPPER, HIGH_HALF, constant(lambda bits: bits + 64), ORDER | {NUMBERS}),
-    ("descriptor: leading offset", HOPPER, LOW_HALF, constant(leading_offset), ORDER | {NUMBERS}),
-    ("descriptor: start", HOPPER, LOW_HALF, constant(lambda bits: bits + 2), ORDER | {NUMBERS}),
-    ("wgmma: A negated", HOPPER, r"(wgmma\.mma_async[^;]*), 1,\s+1, ", r"\1, -1, 1, ", {NUMBERS}),
-    ("wgmma: B transposed", HOPPER, r"(wgmma\.mma_async[^;]*), 1;", r"\1, 0;", ORDER | {NUMBERS}),
-    ("registers not taken", ARCHS, r"setmaxnreg\.inc[^;]*;", "", {"registers"}),
-    ("registers kept", ARCHS, r"setmaxnreg\.dec[^;]*;", "", {"registers", "deadlock"}),
-    ("shuffle from elsewhere", HOPPER, r"shfl\.sync\.bfly(.*), 2, 31, -1;", r"shfl.sync.bfly\1, 4, 31, -1;", {NUMBERS}),
-]
-
-
-@functools.cache
-def forward(arch):
-    """(path, PTX, lines that the case runs) of an architecture's forward; a mutation of other lines can not show."""
-    launches = [run(arch, GROUPS[arch], seed)[1][0] for seed in SEEDS]
-    return launches[0].path, ptx(launches[0].path), frozenset.union(*(run.statistics.lines for run in launches))
-
-
-# How many of an edit's mutants change nothing, because other barriers imply the same order in this kernel.
-EQUIVALENT = {
-    ("sm_90a", "registers not taken"): 1,  # of warps whose 124 values fit into the 128 that they start with
-    ("sm_100f", "arrival relaxed"): 1,  # of a reader of an item's words, whose later arrivals also release the read
-    ("sm_100f", "wait for an mbarrier dropped"): 1,  # for an item's words, which the products' warp has waited for
-}
-
-
-def test_the_kernel_itself_is_not_caught(arch):
-    assert caught_by(arch, GROUPS[arch]) is None
-
-
-@pytest.mark.parametrize(
-    "arch, name, pattern, replacement, catchers",
-    [(arch, name, *edit) for name, archs, *edit in EDITS for arch in archs],
-    ids=[f"{arch}-{name}" for name, archs, *_ in EDITS for arch in archs],
-)
-def test_no_mutant_survives(arch, name, pattern, replacement, catchers):
-    path, text, lines = forward(arch)
-    survivors, tried = [], 0
-    for tried, mutant in enumerate(mutants(text, lines, pattern, replacement), 1):
-        with replaced(path, mutant):
-            caught = caught_by(arch, GROUPS[arch])
-        if caught is None:
-            survivors.append(tried)
-        else:
-            assert caught in catchers, f"mutant {tried} ({name}) was caught by {caught}"
-    assert tried, "the pattern is in no line that runs"
-    assert len(survivors) <= EQUIVALENT.get((arch, name), 0), f"mutants survive ({name}): {survivors}"
-
-
-def test_there_are_enough_mutants(arch):
-    _, text, lines = forward(arch)
-    edits = [edit for _, archs, *edit, _ in EDITS if arch in archs]
-    made = [mutant for edit in edits for mutant in mutants(text, lines, *edit)]
-    assert len(made) == len(set(made)) >= 75
+def test_every_edit_makes_mutants_and_every_kernel_has_many():
+    made = Counter()
+    for target, edit in PAIRS:
+        _, text, lines = target.kernel
+        number = len([*mutants(text, lines, edit)])
+        made[edit.name] += number
+        made[target.name] += number
+    assert all(made[edit.name] for edit in EDITS) and all(made[target.name] >= 30 for target in TARGETS)
 
 
 @pytest.mark.parametrize("number", range(3), ids=["q", "k", "v"])
@@ -163,5 +70,7 @@ def test_a_wrong_swizzle_of_a_tensor_map_shows_in_the_numbers(arch, number):
         if made == number:
             arguments["swizzle"] = 0
 
+    target = attention(arch, "fwd", 16)
+    _, text, _ = target.kernel
     with changed_maps(change):
-        assert caught_by(arch, 16) == NUMBERS
+        assert target.caught_by(text) == NUMBERS
