@@ -48,6 +48,11 @@ STORED = """st.shared.b32 [%r1], %t; fence.proxy.async; bar.warp.sync -1; @%p0 b
             cp.async.bulk.wait_group 0; ld.global.b32 %r3, [%q0]; END:"""
 COPIED = """@%p0 bra END; cp.async.ca.shared.global [tile], [%q0], 16; cp.async.commit_group; cp.async.wait_group 0;
             END: bar.warp.sync -1; ld.shared.b32 %r3, [tile+4];"""
+# Every lane copies a part, lane 0 alone issues the bulk copy of all.
+GATHERED = """mad.lo.s32 %r1, %t, 16, %r0; mad.wide.u32 %d0, %t, 16, %q0; cp.async.ca.shared.global [%r1], [%d0], 16;
+              cp.async.commit_group; cp.async.wait_group 0; fence.proxy.async; bar.warp.sync -1; @%p0 bra END;
+              cp.async.bulk.global.shared::cta.bulk_group [%q0+4096], [tile], 512; cp.async.bulk.commit_group;
+              cp.async.bulk.wait_group 0; END:"""
 # CTA 0 writes and raises a flag, CTA 1 waits for it.
 FLAG = """@%p0 bra END; setp.ne.u32 %p2, %r20, 0; @%p2 bra READER; mov.b32 %r5, 7; st.global.b32 [%q0+64], %r5;
           mov.b32 %r6, 1; st.release.gpu.global.b32 [%q0], %r6; bra END;
@@ -68,6 +73,7 @@ RIGHT = {
     "told": (TOLD, 64, 1),
     "stored": (STORED, 32, 1),
     "copied": (COPIED, 32, 1),
+    "gathered": (GATHERED, 32, 1),
     "flag": (FLAG, 32, 2),
     "flag with fences": (FENCED, 32, 2),
     "last": (LAST, 32, 3),
@@ -105,6 +111,9 @@ WRONG = [
     ("stored", "cp.async.bulk.wait_group 0;", "", "async_early: read of an asynchronous result .* of bulk groups"),
     ("copied", "bar.warp.sync -1;", "", "(race|uninitialized): "),
     ("copied", "cp.async.wait_group 0;", "cp.async.wait_group 1;", "race: read not"),
+    ("gathered", "bar.warp.sync -1;", "", "(race|proxy_fence): "),
+    ("gathered", "fence.proxy.async;", "@!%p0 fence.proxy.async;", "proxy_fence: .* cp.async groups of warp 0"),
+    ("gathered", "cp.async.wait_group 0;", "@!%p0 cp.async.wait_group 0;", "race: read not .* cp.async groups of warp 0"),
     ("flag", "st.release.gpu", "st.relaxed.gpu", "race: read not ordered after the write by .*CTA .0, 0, 0."),
     ("flag", "st.release.gpu", "st.release.cta", "race: "),
     ("flag", "ld.acquire.gpu", "ld.acquire.cta", "race: "),

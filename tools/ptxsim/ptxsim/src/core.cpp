@@ -42,22 +42,42 @@ Actor Warp::collective_actor() {
     clock = &joint.clock;
     ordered = &joint.ordered;
   }
-  Actor a{epoch(agent, now), 1, clock, agent, kFullMask, line()};
+  Actor a{epoch(agent, now), 1, clock, {this, kFullMask}, line()};
   a.ordered = ordered;
   return a;
+}
+
+bool Warp::has_done(uint32_t e, uint32_t mask) const {
+  uint32_t of = epoch_agent(e);
+  if (of == agent) return true;
+  auto all_waited = [&](const std::array<uint32_t, kLanes>& marks) {
+    for (uint32_t m = mask; m; m &= m - 1)
+      if (marks[static_cast<size_t>(__builtin_ctz(m))] < epoch_clock(e)) return false;
+    return true;
+  };
+  for (const ThreadGroups* groups : {&cp_async, &bulk}) {
+    if (groups->agent && of == groups->agent) return all_waited(groups->waited);
+    if (groups->reads && of == groups->reads) return all_waited(groups->waited_reads);
+  }
+  return false;
+}
+
+void Warp::tell_past(View& view, uint32_t mask) const {
+  if ((mask & live) == live) view.see(agent, now);
+  else view.see(agent, now, mask);
+  cp_async.tell(view, mask, live);
+  bulk.tell(view, mask, live);
 }
 
 void Warp::release(uint32_t mask, Clock& to) {
   for (LaneSet& s : known)
     if (s.mask & mask) to.join(s.clock);
-  bool whole = (mask & live) == live;
-  auto own = [&](View& v) { whole ? v.see(agent, now) : v.see(agent, now, mask); };
   if (to.cluster == cta->cluster->number) {
-    own(to.seen);
-    own(to.passed);
+    tell_past(to.seen, mask);
+    to.passed.see(agent, now, mask);
   } else {
     Clock alone(cta->cluster->number);
-    own(alone.seen);
+    tell_past(alone.seen, mask);
     to.join(alone);
   }
 }
@@ -100,8 +120,7 @@ void Warp::fence(uint32_t mask, Scope scope) {
 void Warp::fence_proxy_async(uint32_t mask, bool shared, bool global) {
   for_sets(mask, [&](LaneSet& s) {
     View past = s.clock.seen;
-    if ((s.mask & live) == live) past.see(agent, now);
-    else past.see(agent, now, s.mask);
+    tell_past(past, s.mask);
     if (shared) s.clock.fenced.join(past);
     if (global) s.clock.fenced_global.join(past);
   });
@@ -119,9 +138,7 @@ void Warp::sync(uint32_t mask) {
     }
     first = i;
   }
-  Clock& clock = known[first].clock;
-  if ((mask & live) == live) clock.seen.see(agent, now);
-  else clock.seen.see(agent, now, mask);
+  tell_past(known[first].clock.seen, mask);
   tick();
 }
 

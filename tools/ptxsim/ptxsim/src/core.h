@@ -94,14 +94,34 @@ struct Groups {
   void finished(uint32_t of) { if (--outstanding[of] == 0) outstanding.erase(of); }
 };
 
-// The groups of a warp's threads. Bulk copies have a second agent for their reads, which are waited for apart.
+// The groups of a warp's threads. Bulk copies have a second agent for their reads, which are waited for apart. What a
+// thread has waited for is its own past: others know it when they have synchronised with it.
 struct ThreadGroups {
   uint32_t agent = 0, reads = 0;  // 0: none yet (agent 0 is always a warp)
   std::array<Groups, kLanes> of;
+  std::array<uint32_t, kLanes> waited{}, waited_reads{};  // marks
   size_t outstanding() const {
     size_t n = 0;
     for (const Groups& g : of) n += g.outstanding.size();
     return n;
+  }
+  // The marks of the lanes of `mask` become known.
+  void tell(View& view, uint32_t mask, uint32_t live) const {
+    if (agent) tell(view, agent, waited, mask, live);
+    if (reads) tell(view, reads, waited_reads, mask, live);
+  }
+
+ private:
+  static void tell(View& view, uint32_t agent, const std::array<uint32_t, kLanes>& marks, uint32_t mask, uint32_t live) {
+    while (mask) {
+      uint32_t mark = marks[static_cast<size_t>(__builtin_ctz(mask))], alike = 0;
+      for (uint32_t m = mask; m; m &= m - 1)
+        if (marks[static_cast<size_t>(__builtin_ctz(m))] == mark) alike |= m & -m;
+      mask &= ~alike;
+      if (!mark) continue;
+      if ((alike & live) == live) view.see(agent, mark);
+      else view.see(agent, mark, alike);
+    }
   }
 };
 
@@ -250,7 +270,10 @@ struct Warp {
     }
   }
   // A lane's own access.
-  Actor actor(int l) { return {epoch(agent, now), 1u << l, &set_of(l).clock, agent, 1u << l, line()}; }
+  Actor actor(int l) { return {epoch(agent, now), 1u << l, &set_of(l).clock, {this, 1u << l}, line()}; }
+  // What lanes have done and waited for themselves.
+  bool has_done(uint32_t e, uint32_t mask) const;
+  void tell_past(View& view, uint32_t mask) const;
   // An access of a whole warp, which may rely on what any of its lanes knows.
   Actor collective_actor();
   // What the lanes of `mask` have done and know goes to `to`. The caller ticks when it has released all.

@@ -38,17 +38,12 @@ void wait_for_groups(Warp& w, ThreadGroups& groups, uint32_t mask, uint64_t pend
     w.wait(describe_groups);
     return;
   }
-  w.for_sets(mask, [&](LaneSet& s) {
-    for (uint32_t rest = s.mask & mask & w.live; rest;) {
-      uint32_t mark = groups.of[static_cast<size_t>(__builtin_ctz(rest))].covered(pending), alike = 0;
-      for (uint32_t m = rest; m; m &= m - 1)
-        if (groups.of[static_cast<size_t>(__builtin_ctz(m))].covered(pending) == mark) alike |= m & -m;
-      rest &= ~alike;
-      auto see = [&](uint32_t agent) { alike == w.live ? s.clock.seen.see(agent, mark) : s.clock.seen.see(agent, mark, alike); };
-      if (mark && !reads) see(groups.agent);
-      if (mark && groups.reads) see(groups.reads);
-    }
-  });
+  for (uint32_t m = mask; m; m &= m - 1) {
+    size_t l = static_cast<size_t>(__builtin_ctz(m));
+    uint32_t mark = groups.of[l].covered(pending);
+    if (!reads) groups.waited[l] = std::max(groups.waited[l], mark);
+    groups.waited_reads[l] = std::max(groups.waited_reads[l], mark);
+  }
 }
 
 // An operation that a lane issues; what it reads and writes remembers the epoch.
@@ -677,7 +672,7 @@ void check_copies_waited_for(Warp& w, uint32_t mask) {
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     uint32_t last = w.bulk.of[static_cast<size_t>(l)].last;
-    if (last && !w.set_of(l).clock.seen.has(epoch(w.bulk.reads, last), 1u << l))
+    if (w.bulk.waited_reads[static_cast<size_t>(l)] < last)
       throw SimError(format("async_early: lane %d exits without having waited for its bulk copies, which may still read shared memory", l));
   }
 }

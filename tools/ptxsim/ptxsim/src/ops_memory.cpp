@@ -163,7 +163,7 @@ void ld(Warp& w, const Instr& in, uint32_t mask) {
     if (in.kind & Kind::strong) observe(w, in, addresses[first], mask);
     Actor actor = access_actor(w, in, first);
     actor.lanes = mask;
-    actor.self_lanes = 0;
+    actor.self.lanes = 0;
     const uint8_t* from = place(w, Kind::space(in.kind), addresses[first], bytes, element, first, actor, true, false);
     for (uint32_t m = mask; m; m &= m - 1) read_elements(w, in, registers, __builtin_ctz(m), from);
   } else {

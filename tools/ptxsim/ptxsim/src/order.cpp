@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core.h"
+
 namespace ptxsim {
 
 const char* const kCheckNames[] = {"global_bounds", "shared_bounds", "local_bounds", "alignment",  "uninitialized",
@@ -115,6 +117,8 @@ uint32_t Agents::add(const std::string& name, bool asynchronous, uint32_t rank, 
   return static_cast<uint32_t>(list.size() - 1);
 }
 
+bool Actor::knows(uint32_t e, uint32_t mask) const { return (!(mask & ~self.lanes) && self.warp->has_done(e, mask)) || clock->seen.has(e, mask); }
+
 // ---- histories ----
 
 History::History(size_t units, bool far) : writer(units, 0), reader(units, 0), reader_line(units, 0), flags(units, 0) {
@@ -159,7 +163,7 @@ void OrderRules::report(uint64_t address, const std::string& what, uint32_t clus
 bool OrderRules::includes(Scope mine, const Actor& actor, Scope theirs, uint32_t cluster, uint32_t e) const {
   if (!mine || !theirs) return false;
   Scope needed = kGpuScope;
-  if (cluster == actor.clock->cluster) needed = agent(cluster, e)->rank == agent(cluster, epoch(actor.self, 0))->rank ? kCtaScope : kClusterScope;
+  if (cluster == actor.clock->cluster) needed = agent(cluster, e)->rank == actor.self.warp->cta->rank ? kCtaScope : kClusterScope;
   return mine >= needed && theirs >= needed;
 }
 
@@ -175,7 +179,7 @@ bool OrderRules::knows(const Actor& actor, uint32_t cluster, uint32_t e, uint32_
 
 // Whether both are operations of the tensor core, issued by one thread and on the way together.
 bool OrderRules::same_thread(const Actor& actor, uint32_t cluster, uint32_t e, uint32_t lanes) const {
-  return actor.follows && cluster == actor.clock->cluster && agent(cluster, e)->core_of == actor.self && lanes == actor.lanes && !knows(actor, cluster, e, lanes);
+  return actor.follows && cluster == actor.clock->cluster && agent(cluster, e)->core_of == actor.self.warp->agent && lanes == actor.lanes && !knows(actor, cluster, e, lanes);
 }
 
 bool OrderRules::follows(const Actor& actor, uint32_t e) const {

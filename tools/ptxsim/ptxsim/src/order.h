@@ -99,6 +99,8 @@ struct Clock {
   void add_far(uint32_t of, const std::shared_ptr<const Past>& past);
 };
 
+struct Warp;
+
 // The agents of one cluster.
 struct Agents {
   struct Agent {
@@ -119,7 +121,11 @@ struct Actor {
   uint32_t tag;              // epoch that the memory will remember
   uint32_t lanes;            // and the lanes; 1 for an agent that has none
   const Clock* clock;        // of the issuing lanes
-  uint32_t self, self_lanes; // their own past needs no synchronisation: warp and lanes
+  // They: their own past needs no synchronisation.
+  struct Self {
+    const Warp* warp;
+    uint32_t lanes;
+  } self;
   int line = 0;
   bool async_proxy = false;
   Scope scope = kNoScope;    // of a strong access: it does not race with another strong one whose scope includes it
@@ -128,7 +134,7 @@ struct Actor {
   const View* ordered = nullptr;  // in tensor memory: what the tcgen05 operations of these lanes come after
   bool read_only = false;    // ld.global.nc: what it reads must not be written while the kernel runs
   // Whether what an agent of its cluster did comes before; of an agent's own lane it always does.
-  bool knows(uint32_t e, uint32_t mask) const { return (epoch_agent(e) == self && !(mask & ~self_lanes)) || clock->seen.has(e, mask); }
+  bool knows(uint32_t e, uint32_t mask) const;
 };
 
 // What is known about the accesses to a stretch of memory, by unit: a byte, or a word of tensor memory.
