@@ -26,7 +26,7 @@ def run(program, *arguments):
 
 
 def line_of(program, text):
-    """"program:line" of the only line that has the text."""
+    """ "program:line" of the only line that has the text."""
     lines = (TESTS / "programs" / program).read_text().splitlines()
     (number,) = (i for i, line in enumerate(lines, 1) if text in line)
     return f"{program}:{number}"

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from . import operations
 from .source import calling_line
 
 ALIGNMENT = 256
@@ -75,7 +76,7 @@ class DeviceMemory(TorchFunctionMode):
         if function is torch.Tensor.cuda:
             function, args, kwargs = torch.Tensor.to, (args[0], "cpu"), {}
         args, kwargs = tree_map(_on_host, (args, kwargs))
-        result = function(*args, **kwargs)
+        result = operations.ON_HOST.get(function, function)(*args, **kwargs)
 
         inputs = {x.untyped_storage().data_ptr() for x in tensors if _is_plain(x)}
 

@@ -53,7 +53,7 @@ def prepare(arguments: argparse.Namespace, directory: str) -> tuple[Launches, De
 def run_program(program: Path, arguments: list[str], launches: Launches) -> bool:
     """Whether it ended well. Its traceback is printed where it did not."""
     sys.argv = [str(program), *arguments]
-    sys.path[0] = str(program.resolve().parent)
+    sys.path.insert(0, str(program.resolve().parent))
     try:
         runpy.run_path(str(program), run_name="__main__")
     except SystemExit as end:
