@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 PUBLIC = HERE / "public"
 EXAMPLES = "examples/python/CuTeDSL"  # in NVIDIA/cutlass
 FORKSERVER = multiprocessing.get_context("forkserver")
+TABLE = "| program | arch | result |"
 STOPPED = re.compile(r"was stopped: (.*)|^ptxsim: (a library was not loaded.*)", re.M)
 
 
@@ -156,7 +157,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="programs at a time (default: %(default)s)")
     parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS", help="of a run (default: %(default)s)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the outcomes there as a table of Markdown")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="page of Markdown whose table the outcomes replace")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="write what each program printed there")
     arguments = parser.parse_args()
     given = {name: getattr(arguments, name.replace("-", "_")) for name in ("cutlass", "flash-attention", "quack")}
@@ -172,11 +173,11 @@ def main() -> int:
         for program, (expected, result, cost) in zip(programs, pool.map(runner.validate, programs), strict=True):
             unexpected += not expected
             print(f"{'ok  ' if expected else 'FAIL'} {program.arch:7} {program}: {result} ({cost})", flush=True)
-            rows.append(f"| `{program.path}` | `{program.arguments}` | {program.arch} | {result} |".replace("``", ""))
+            rows.append(f"| `{program}` | {program.arch} | {result} |")
     print(f"{len(programs)} programs, {unexpected} not as listed")
     if arguments.table:
-        head = ["| program | arguments | arch | |", "| --- | --- | --- | --- |"]
-        arguments.table.write_text("\n".join([*head, *rows]) + "\n")
+        text = arguments.table.read_text().partition(TABLE)[0]
+        arguments.table.write_text("\n".join([text + TABLE, "| --- | --- | --- |", *rows]) + "\n")
     return 1 if unexpected else 0
 
 

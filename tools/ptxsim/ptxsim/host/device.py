@@ -196,11 +196,13 @@ def install_dsl(device: Device, launches: Any) -> None:
     import cutlass.cute.testing
     import cutlass.testing
     from cutlass.base_dsl.dsl import BaseDSL
+    from cutlass.base_dsl.env_manager import get_prefix_dsl_libs
     from cutlass.base_dsl.jit_executor import JitFunctionArtifacts
     from cutlass.utils.hardware_info import HardwareInfo
 
-    runtime_library, libraries = str(launches.serve()), BaseDSL.get_shared_libs
-    BaseDSL.get_shared_libs = lambda self: [runtime_library, *libraries(self)]  # the first that has a function answers
+    # Of the libraries that compiled host code is linked with, the first that has a function answers.
+    os.environ["CUTE_DSL_LIBS"] = os.pathsep.join([str(launches.serve()), get_prefix_dsl_libs("CUTE_DSL")])
+    BaseDSL.get_shared_libs = lambda self: os.environ["CUTE_DSL_LIBS"].split(os.pathsep)
 
     read_artifacts = JitFunctionArtifacts.__post_init__
 

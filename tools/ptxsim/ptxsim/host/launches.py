@@ -96,9 +96,9 @@ class Launches:
         self._host = _Host(*functions)
 
     def serve(self) -> Path:
-        """Take the calls of the library whose path is returned."""
+        """Take the calls of the library whose path is returned. It comes first where the process looks up a name."""
         path = build(RUNTIME)
-        ctypes.CDLL(str(path)).ptxsim_serve(ctypes.byref(self._host))
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL).ptxsim_serve(ctypes.byref(self._host))
         return path
 
     def know(self, cubin: bytes, ptx: str) -> None:

@@ -67,6 +67,9 @@ class DeviceMemory(TorchFunctionMode):
         on_device = any(self.holds(x) for x in tensors)
         if on_device and function in OF_DEVICE_TENSORS:
             return OF_DEVICE_TENSORS[function](*args, **kwargs)
+        if function is torch.Tensor.backward:
+            with self:  # what it runs can be the program's
+                return _backward(*args, **kwargs)
         if function is torch.Tensor.pin_memory:
             return args[0]
         kwargs.pop("pin_memory", None)
@@ -113,6 +116,10 @@ def _is_cuda(value: Any) -> bool:
 
 def _on_host(value: Any) -> Any:
     return torch.device("cpu") if _is_cuda(value) else value
+
+
+def _backward(tensor: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
+    torch.autograd.backward(tensor, gradient, **options)
 
 
 def _dlpack(tensor: torch.Tensor, *, max_version: tuple[int, int] | None = None, **_: Any) -> Any:
