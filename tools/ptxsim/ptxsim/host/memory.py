@@ -47,7 +47,8 @@ class DeviceMemory(TorchFunctionMode):
         return torch.from_numpy(block).untyped_storage()
 
     def holds(self, value: Any) -> bool:
-        return _is_plain(value) and value.untyped_storage().data_ptr() in self.buffers
+        with torch._C.DisableTorchFunction():
+            return _is_plain(value) and value.untyped_storage().data_ptr() in self.buffers
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, its storage moved to the device."""
@@ -63,13 +64,12 @@ class DeviceMemory(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if function is torch.device:
+            return torch.device(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         on_device = any(self.holds(x) for x in tensors)
         if on_device and function in OF_DEVICE_TENSORS:
             return OF_DEVICE_TENSORS[function](*args, **kwargs)
-        if function is torch.Tensor.backward:
-            with self:  # what it runs can be the program's
-                return _backward(*args, **kwargs)
         if function is torch.Tensor.pin_memory:
             return args[0]
         kwargs.pop("pin_memory", None)
@@ -116,10 +116,6 @@ def _is_cuda(value: Any) -> bool:
 
 def _on_host(value: Any) -> Any:
     return torch.device("cpu") if _is_cuda(value) else value
-
-
-def _backward(tensor: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
-    torch.autograd.backward(tensor, gradient, **options)
 
 
 def _dlpack(tensor: torch.Tensor, *, max_version: tuple[int, int] | None = None, **_: Any) -> Any:
