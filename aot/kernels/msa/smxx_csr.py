@@ -320,6 +320,7 @@ class CsrSplit(Kernel):
             slot = Int32(0)
             for j in cutlass.range_constexpr(self.topk):
                 slot += (cute.arch.shuffle_sync(entry, group_shift + j) < entry).to(Int32)
+            cute.arch.sync_warp()  # a shuffle orders no memory
             if entry < size:
                 qsplit_indices[entry] = token | (slot << TOKEN_BITS)
                 split_entries[token * self.topk + slot] = entry

@@ -21,7 +21,7 @@ import numpy as np
 
 from .build import build
 
-__all__ = ["CHECKS", "Module", "SimulationError", "Statistics", "encode_tiled", "load"]
+__all__ = ["CHECKS", "Module", "SimulationError", "Statistics", "Stream", "encode_tiled", "load"]
 
 
 class SimulationError(RuntimeError):
@@ -44,7 +44,10 @@ class _Arguments(ctypes.Structure):
         ("checks", ctypes.c_uint32),
         ("resident", ctypes.c_uint32),
         ("max_steps", ctypes.c_uint64),
+        ("chip_accuracy", ctypes.c_uint32),
         ("stop", ctypes.POINTER(ctypes.c_uint32)),
+        ("stream", ctypes.c_void_p),
+        ("dependent", ctypes.c_uint32),
     ]
 
 
@@ -55,6 +58,8 @@ class _Statistics(ctypes.Structure):
 _engine = ctypes.CDLL(str(build()))
 _engine.ptxsim_check_name.restype = ctypes.c_char_p
 _engine.ptxsim_unload.argtypes = [ctypes.c_void_p]
+_engine.ptxsim_new_stream.restype = ctypes.c_void_p
+_engine.ptxsim_delete_stream.argtypes = [ctypes.c_void_p]
 
 
 def _check_names() -> tuple[str, ...]:
@@ -150,6 +155,14 @@ def _pack(params: Iterable[Any], layout: Sequence[tuple[int, int]], kernel: str)
     return bytes(packed)
 
 
+class Stream:
+    """What launches leave behind for those after them, which may be `dependent`: see ``Module.launch``."""
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p(_engine.ptxsim_new_stream())
+        weakref.finalize(self, _engine.ptxsim_delete_stream, self._handle)
+
+
 class Module:
     """PTX text, parsed. ``kernels`` maps each kernel's name to its parameters' (offset, bytes)."""
 
@@ -184,6 +197,9 @@ class Module:
         off: Iterable[str] = (),
         resident: int = 8,
         max_steps: int = 0,
+        stream: Stream | None = None,
+        dependent: bool = False,
+        accuracy: str = "exact",
     ) -> Statistics:
         """Run a kernel to its end.
 
@@ -195,6 +211,11 @@ class Module:
         seed: chooses the interleaving of warps and the moments at which asynchronous operations take effect.
         checks: names of the checks to make (default: all, see CHECKS); off: names to leave out.
         resident: how many CTAs run at the same time. max_steps: stop after so many warp instructions; 0: never.
+        stream: launches of one stream follow one another; the checks know what earlier ones wrote and read.
+        dependent: launched with programmatic stream serialisation, so that nothing of the launch before it may be relied
+            on until ``griddepcontrol.wait``.
+        accuracy: "exact" computes approximate functions and the sums of tensor cores as well as the host can; "chip"
+            gives the former errors up to what the PTX ISA documents, and forms the latter as Hopper's mma and wgmma do.
 
         Raises SimulationError with kernel, PTX line, CTA, warp, lane and address.
         """
@@ -207,6 +228,8 @@ class Module:
         if not isinstance(params, (bytes, bytearray)):
             params = _pack(params, self.kernels[kernel], kernel)
         names = (set(CHECKS) if checks is None else set(checks)) - set(off)
+        if accuracy not in ("exact", "chip"):
+            raise ValueError(f"accuracy is exact or chip, not {accuracy}")
         if unknown := (names | set(off)) - set(CHECKS):
             raise ValueError(f"no checks named {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
         arrays = list(memory)
@@ -223,7 +246,10 @@ class Module:
             checks=sum(1 << CHECKS.index(name) for name in names),
             resident=resident,
             max_steps=max_steps,
+            chip_accuracy=accuracy == "chip",
             stop=ctypes.pointer(stop),
+            stream=stream._handle if stream else None,
+            dependent=dependent,
         )
         statistics = _Statistics()
         lines = ctypes.create_string_buffer(self._lines)

@@ -9,6 +9,8 @@ TYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "tf32": torch.float32,
+    "s8": torch.int8,
+    "u8": torch.uint8,
 }
 # Types below 8 bits: bits of the exponent and the mantissa, and the exponent's bias. Sixteen elements lie at the
 # beginning of 16 bytes, and padding follows; those of the packed one follow one another.
@@ -66,7 +68,12 @@ def random_matrix(rows, columns, name, seed) -> tuple[np.ndarray, np.ndarray]:
         table = every_value(name)
         values = table[np.random.default_rng(seed).integers(0, len(table), (rows, columns))]
         return values, raw_bytes(values, name)
-    values = torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32))
+    rng = np.random.default_rng(seed)
+    if name in ("s8", "u8"):
+        first = -128 if name == "s8" else 0
+        values = rng.integers(first, first + 256, (rows, columns)).astype(np.float32)
+        return values, raw_bytes(values, name)
+    values = torch.from_numpy(rng.normal(size=(rows, columns)).astype(np.float32))
     if name == "tf32":
         values = (values.view(torch.int32) & ~0x1FFF).view(torch.float32)
     values = values.to(TYPES[name]).float().numpy()
@@ -76,6 +83,28 @@ def random_matrix(rows, columns, name, seed) -> tuple[np.ndarray, np.ndarray]:
 def swizzled(address, swizzle):
     """Swizzling modes: address bits 4.. are XORed with bits 7.., as many as the mode has (0 to 3)."""
     return address ^ (address >> 7 & (1 << swizzle) - 1) << 4
+
+
+LEAST_EXPONENT = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}  # of the normal numbers
+
+
+def fused_sum(a, b, c, a_name, b_name, fraction, half=False) -> np.ndarray:
+    """c + a @ b.T as Hopper's tensor cores form it (MMA-Sim, arXiv 2511.10909), float64.
+
+    Every product and c are cut off ``fraction`` bits below the largest exponent among them, where subnormal numbers
+    have the exponent of the smallest normal one; the exact sum of what remains is cut to the bits of the result.
+    """
+
+    def exponent(x, least):
+        return np.where(x == 0, -126, np.maximum(np.frexp(x)[1] - 1, least))
+
+    a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
+    least, kept = (-14, 10) if half else (-126, min(fraction, 23))
+    tops = exponent(a, LEAST_EXPONENT[a_name])[:, None] + exponent(b, LEAST_EXPONENT[b_name])[None]
+    unit = 2.0 ** (np.maximum(tops.max(-1), exponent(c, least)) - fraction)
+    total = (np.trunc(c / unit) + np.trunc(a[:, None] * b[None] / unit[..., None]).sum(-1)) * unit
+    last = 2.0 ** (exponent(total, least) - kept)
+    return (np.rint if half else np.trunc)(total / last) * last
 
 
 def k_major_offsets(raw, swizzle, lead, stride) -> np.ndarray:

@@ -31,6 +31,14 @@ TWO_COUNTS = """setp.ge.u32 %p2, %t, 64; @%p2 ret; setp.ge.u32 %p2, %t, 32; @%p2
 SPLIT_WARP = "setp.lt.u32 %p2, %t, 16; @%p2 bra A; bar.sync 0; bra B; A: bar.sync 0; B:"
 MMA_READY = "wgmma.fence.sync.aligned;"
 MMA_DONE = "wgmma.wait_group.sync.aligned 0;"
+A_MMA = MMA.replace("%d0, %d0", "{%r20, %r21, %r22, %r23}, %d0").replace("1, 1, 0, 0", "1, 1, 0")
+A_ZERO = "mov.b32 %r20, 0; mov.b32 %r21, 0; mov.b32 %r22, 0; mov.b32 %r23, 0;"
+READ = "add.f32 %r5, %r10, %r10;"
+CHANGED_A = "xor.b32 %r20, %r20, 1;"
+COPIES = "mov.b32 %r5, %r10; mov.b32 %r6, %r5; mov.b32 %r10, %r6; mov.b32 %r11, 0;"
+CHANGED_COPY = "mov.b32 %r5, %r10; add.f32 %r5, %r5, %r5; mov.b32 %r6, %r5; mov.b32 %r10, %r6;"
+WIDER_MMA = MMA.replace("m64n8", "m64n16").replace("%r13}", "%r13, %r24, %r25, %r26, %r27}")
+ACCUMULATORS_AS_A = ZERO_TILE + DESCRIPTOR + MMA_READY + MMA + A_MMA.replace("{%r20", "{%r10") + MMA_DONE
 
 
 def run(body, threads=128, **options):
@@ -45,6 +53,19 @@ RIGHT = {
     "hand over": f"""{INIT} setp.ge.u32 %p2, %t, 32; @%p2 bra WAIT; {FILL} bar.warp.sync -1;
                      @!%p0 mbarrier.arrive.shared.b64 _, [bar]; {WAIT} ld.shared.b32 %r1, [tile+4];""",
     "mma": ZERO_TILE + DESCRIPTOR + MMA_READY + MMA + MMA_DONE + "mov.b32 %r5, %r10; bar.sync 0;" + FILL,
+    "mma again": ZERO_TILE + DESCRIPTOR + MMA_READY + MMA + MMA + MMA_DONE + MMA + MMA_DONE,
+    "mma after copies": ZERO_TILE + DESCRIPTOR + MMA_READY + COPIES + MMA + MMA_DONE + COPIES + MMA + MMA_DONE,
+    "mma of registers": ZERO_TILE + DESCRIPTOR + A_ZERO + MMA_READY + A_MMA + A_MMA + MMA_DONE,
+    "mma and wider": ZERO_TILE + DESCRIPTOR + MMA_READY + MMA + MMA_READY + WIDER_MMA + MMA_DONE,
+    "mma after an access": ZERO_TILE
+    + DESCRIPTOR
+    + MMA_READY
+    + MMA
+    + MMA_DONE
+    + "mov.b32 %r5, %r10;"
+    + MMA_READY
+    + MMA
+    + MMA_DONE,
     "count": START + "bar.sync 0;" + COUNT + "bar.sync 0; ld.shared.b32 %r2, [tile];",
 }
 
@@ -83,7 +104,13 @@ WRONG = [
     ("deadlock", SPLIT_WARP, "lanes 0x0000ffff to reach"),
     ("descriptor", RIGHT["mma"].replace("0x0000000800080000", "0x0010000800080000"), "reserved bits"),
     ("in_flight_registers", RIGHT["mma"].replace(MMA_DONE, ""), "%r10 belongs to a wgmma"),
-    ("in_flight_registers", RIGHT["mma"].replace(MMA_READY, ""), "no wgmma.fence"),
+    ("in_flight_registers", RIGHT["mma"].replace(MMA_READY, ""), "no wgmma.fence before the warp's first"),
+    ("in_flight_registers", RIGHT["mma"].replace(MMA_READY, MMA_READY + "add.s32 %r12, %r12, 0;"), "register %r12"),
+    ("in_flight_registers", RIGHT["mma again"].replace(MMA_DONE, MMA_DONE + READ, 1), "register %r10"),
+    ("in_flight_registers", RIGHT["mma again"].replace(MMA_DONE, MMA_DONE + CHANGED_COPY, 1), "register %r10"),
+    ("in_flight_registers", RIGHT["mma of registers"].replace(MMA_READY, MMA_READY + CHANGED_A), "register %r20"),
+    ("in_flight_registers", RIGHT["mma and wider"].replace(MMA + MMA_READY, MMA), "%r10 in another shape"),
+    ("in_flight_registers", ACCUMULATORS_AS_A, "operand of another kind"),
     ("convergence", "vote.sync.ballot.b32 %r0, %p0, %t;", "member mask"),
 ]  # fmt: skip
 
@@ -131,7 +158,7 @@ def test_more_shared_memory_than_a_cta_has_is_refused():
         ("add.weird.s32 %r0, %r1, %r2;", "unknown modifier `.weird`"),
         ("add.s32 %r0, %r1;", "2 operands"),
         ("add.s32 %d0, %r1, %r2;", "register %d0 has 8 bytes"),
-        ("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%r0}, {%r1}, {%r2}, {%r3};", "unknown matrix shape"),
+        ("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc %r0, %r1, %r2, %r3;", "unknown matrix shape"),
         ("bra NOWHERE;", "unknown name `NOWHERE`"),
     ],
 )

@@ -1,6 +1,9 @@
 """Floating-point arithmetic and conversions, against NumPy and exhaustively decoded narrow formats."""
 
+from fractions import Fraction
+
 import numpy as np
+import ptxsim
 import pytest
 import torch
 from operands import every_value
@@ -50,13 +53,76 @@ def test_multiply_then_add_rounds_twice_and_fma_once():
     same(got[1], (A.astype(np.float64) * B + C).astype(np.float32))  # float64 holds the product and nearly the sum
 
 
-@pytest.mark.parametrize("round_, toward", [("rm", -np.inf), ("rp", np.inf), ("rz", 0)])
-def test_directed_rounding(round_, toward):
-    (got,) = lanes(f"add.{round_}.ftz.f32 %o0, %a0, %a1;", [A, B], [np.float32])
-    exact = A.astype(np.float64) + B
-    nearest = exact.astype(np.float32)
-    wrong = {"rm": nearest > exact, "rp": nearest < exact, "rz": abs(nearest) > abs(exact)}[round_]
-    same(got, np.where(wrong, np.nextafter(nearest, np.float32(toward)), nearest))
+def rounded(round_, formula, *operands):
+    """float32 of a formula that is evaluated exactly, lane by lane, under a rounding."""
+
+    def one(*x):
+        with np.errstate(over="ignore", invalid="ignore"):
+            nearest = np.float32(formula(*(float(v) for v in x)))
+            if not np.isfinite(x).all():
+                return nearest
+            exact = formula(*(Fraction(float(v)) for v in x))
+            value = float(nearest)
+            wrong = {"rn": False, "rm": value > exact, "rp": value < exact, "rz": abs(value) > abs(exact)}[round_]
+            direction = {"rn": 0, "rm": -np.inf, "rp": np.inf, "rz": 0}[round_]
+            return np.nextafter(nearest, np.float32(direction)) if wrong else nearest
+
+    return np.array([one(*x) for x in zip(*operands, strict=True)], np.float32)
+
+
+ADD, SUB, MUL, FMA = (lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a * b, lambda a, b, c: a * b + c)
+
+
+def flushed(x):
+    """Subnormals to zeros of their sign."""
+    return np.where(abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
+
+
+@pytest.mark.parametrize("round_", ["rm", "rp", "rz"])
+def test_directed_rounding(round_):
+    code = f"""add.{round_}.ftz.f32 %o0, %a0, %a1; mul.{round_}.sat.f32 %o1, %a0, %a1;
+               fma.{round_}.ftz.sat.f32 %o2, %a0, %a1, %a2;"""
+    got = lanes(code, [A, B, C], [np.float32] * 3)
+    same(got[0], rounded(round_, ADD, A, B))
+    same(got[1], np.clip(rounded(round_, MUL, A, B), 0, 1))
+    same(got[2], np.clip(rounded(round_, FMA, A, B, C), 0, 1))
+
+
+@pytest.mark.parametrize("ftz", ["", ".ftz"])
+@pytest.mark.parametrize("round_", ["rn", "rm", "rp", "rz"])
+def test_pairs_of_float32_round_as_told(round_, ftz):
+    tiny = np.array([1e-40, -1e-40, 3e-39, -2e-38, 1.2e-38, 0, -0.0, 1], np.float32)
+    x = np.concatenate([A, B[:24], tiny])
+    y = np.concatenate([B, C[:24], RNG.permutation(tiny)])
+    z = np.concatenate([C, A[:24], tiny[::-1]])
+    pairs = [v.reshape(32, 2).view(np.uint64)[:, 0].copy() for v in (x, y, z)]
+    code = " ".join(f"{op}.{round_}{ftz}.f32x2 %o{i}, %a0, %a1;" for i, op in enumerate(["add", "sub", "mul"]))
+    got = lanes(f"{code} fma.{round_}{ftz}.f32x2 %o3, %a0, %a1, %a2;", pairs, [np.uint64] * 4)
+    a, b, c = (flushed(v) if ftz else v for v in (x, y, z))
+    for result, formula in zip(got, (ADD, SUB, MUL, FMA), strict=True):
+        want = rounded(round_, formula, a, b, c) if formula is FMA else rounded(round_, formula, a, b)
+        np.testing.assert_array_equal(result.view(np.float32), flushed(want) if ftz else want)
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "bf16"), (torch.float16, "f16")])
+@pytest.mark.parametrize("sat", ["", ".sat"])
+@pytest.mark.parametrize("round_", ["", ".rn", ".rm", ".rp", ".rz"])
+def test_float32_arithmetic_with_half_operands(round_, sat, dtype, name):
+    a, b = narrow(A, dtype), narrow(SPECIAL[::-1], dtype)
+    c = np.where(np.arange(32) % 2, C, SPECIAL)
+    code = f"""add{round_}{sat}.f32.{name} %o0, %a0, %a2; sub{round_}{sat}.f32.{name} %o1, %a0, %a2;
+               fma{round_ or ".rn"}{sat}.f32.{name} %o2, %a0, %a1, %a2;"""
+    got = lanes(code, [a, b, c], [np.float32] * 3)
+    x, y, way = widen(a, dtype), widen(b, dtype), round_[1:] or "rn"
+    wanted = (rounded(way, ADD, x, c), rounded(way, SUB, x, c), rounded(way, FMA, x, y, c))
+    for result, want in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(result, np.where(want > 0, np.minimum(want, 1), 0) if sat else want)
+
+
+@pytest.mark.parametrize("text", ["mul.rn.f32.bf16 %r0, %r1, %r1;", "fma.rn.ftz.f32.f16 %r0, %h0, %h1, %r1;"])
+def test_mixed_forms_that_do_not_exist_stop_the_run(text):
+    with pytest.raises(ptxsim.SimulationError, match=r"PTX line \d+: unknown modifier"):
+        lanes(text, [], [np.uint32])
 
 
 def test_ftz_flushes_inputs_and_results_to_zeros_of_their_sign():

@@ -1,6 +1,7 @@
 """Loads, stores, atomics and address spaces."""
 
 import numpy as np
+import ptxsim
 import pytest
 from ptx import aligned, kernel, lanes
 
@@ -117,6 +118,15 @@ def test_clusters_share_memory():
               barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"""
     kernel(body, shared=".shared .align 4 .b32 cell;").launch(grid=4, block=64, cluster=2, params=[out], memory=[out])
     np.testing.assert_array_equal(out, [15, 5, 15, 5])
+
+
+def test_an_address_of_a_cta_that_does_not_exist_is_a_fault_where_it_is_used():
+    body = "mov.u32 %r0, cell; mov.b32 %r1, {}; mapa.shared::cluster.u32 %r2, %r0, %r1;"
+    shared = ".shared .align 4 .b32 cell;"
+    for rank in (1, 300):
+        kernel(body.format(rank), 0, shared).launch(grid=1, block=32)
+        with pytest.raises(ptxsim.SimulationError, match=r"^shared_bounds: .* names CTA .* of a cluster of 1"):
+            kernel(body.format(rank) + "st.shared::cluster.b32 [%r2], %r1;", 0, shared).launch(grid=1, block=32)
 
 
 def test_clock_and_predicated_moves_run():

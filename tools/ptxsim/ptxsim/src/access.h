@@ -38,8 +38,10 @@ inline uint64_t lane_address(Warp& w, const Instr& in, Slot base, bool wide, int
 // The space named by the modifiers, generic if there is none.
 Space take_space(Decoder& d);
 
-// Release and acquire through shared memory.
-void publish(Warp& w, SharedPlace place, bool release);
-void observe(Warp& w, SharedPlace place, bool acquire);
+// The scope named by the modifiers.
+inline Scope take_scope(Decoder& d, Scope otherwise) {
+  std::string s = d.take_one({"cta", "cluster", "gpu", "sys"});
+  return s.empty() ? otherwise : s == "cta" ? kCtaScope : s == "cluster" ? kClusterScope : kGpuScope;
+}
 
 }  // namespace ptxsim

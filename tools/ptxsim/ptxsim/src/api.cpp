@@ -57,7 +57,10 @@ struct ptxsim_launch_arguments {
   uint32_t checks;
   uint32_t resident;
   uint64_t max_steps;
+  uint32_t chip_accuracy;
   const volatile uint32_t* stop;
+  void* stream;        // of ptxsim_new_stream; null: the launch stands alone
+  uint32_t dependent;
 };
 
 struct ptxsim_statistics {
@@ -74,6 +77,9 @@ int ptxsim_load(const char* text, void** module, char* error, size_t error_bytes
 }
 
 void ptxsim_unload(void* module) { delete static_cast<Loaded*>(module); }
+
+void* ptxsim_new_stream() { return new Stream; }
+void ptxsim_delete_stream(void* stream) { delete static_cast<Stream*>(stream); }
 
 // Lines "kernel <name>", each followed by its parameters' "<offset> <bytes>".
 int ptxsim_describe(void* module, char* text, size_t text_bytes, char* error, size_t error_bytes) {
@@ -107,12 +113,16 @@ int ptxsim_launch(void* module, const char* kernel, const ptxsim_launch_argument
     launch.checks = arguments->checks;
     launch.resident = arguments->resident;
     launch.max_steps = arguments->max_steps;
+    launch.chip_accuracy = arguments->chip_accuracy;
     launch.stop = arguments->stop;
-    GlobalMemory global(launch.checks);
+    launch.dependent = arguments->dependent;
+    Stream own;
+    Stream& stream = arguments->stream ? *static_cast<Stream*>(arguments->stream) : own;
+    GlobalMemory global(launch.checks, stream);
     for (size_t i = 0; i < buffer_count; ++i) global.add(buffers[i].data, buffers[i].bytes, buffers[i].name);
     for (const Symbol& s : loaded.module.variables)
-      if (!s.init.empty()) global.add(s.init.data(), s.init.size(), s.name);
-    Machine machine(loaded.module, program, launch, global);
+      if (!s.init.empty()) global.add(s.init.data(), s.init.size(), s.name, s.space == Symbol::global);
+    Machine machine(loaded.module, program, launch, global, stream);
     machine.run();
     statistics->warp_instructions = machine.steps;
     statistics->thread_instructions = machine.lane_steps;
@@ -127,8 +137,8 @@ int ptxsim_encode_tiled(void* map, int type, int rank, uint64_t address, const u
                         const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int oob_fill,
                         char* error, size_t error_bytes) {
   return guarded(error, error_bytes, [&] {
-    TensorMap encoded = encode_tiled(type, rank, address, extents, strides, box, element_strides, interleave, swizzle, oob_fill);
-    std::memcpy(map, &encoded, sizeof encoded);
+    std::memset(map, 0, TensorMap::kBytes);
+    encode_tiled(type, rank, address, extents, strides, box, element_strides, interleave, swizzle, oob_fill).write(static_cast<uint8_t*>(map));
   });
 }
 

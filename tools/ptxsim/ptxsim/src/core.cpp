@@ -13,9 +13,116 @@ Cta::~Cta() = default;
 
 // ---- fragments of a warp ----
 
+void LaneSet::join(const LaneSet& other) {
+  mask |= other.mask;
+  clock.join(other.clock);
+  ordered.join(other.ordered);
+  for (int s = kCtaScope; s <= kGpuScope; ++s) {
+    observed[s].join(other.observed[s]);
+    if (!other.released[s] || released[s] == other.released[s]) continue;
+    auto both = std::make_shared<Clock>(*other.released[s]);
+    if (released[s]) both->join(*released[s]);
+    released[s] = both;
+  }
+}
+
 void Warp::tick() {
-  uint32_t& now = clock.seen[agent];
   if (++now >= 1u << kEpochClockBits) throw SimError("a warp synchronised more often than the order checks can count: turn `race`, `async_early` and `proxy_fence` off");
+}
+
+Actor Warp::collective_actor() {
+  const Clock* clock = &known[0].clock;
+  const View* ordered = &known[0].ordered;
+  if (known.size() > 1) {
+    joint = known[0];
+    for (size_t i = 1; i < known.size(); ++i) {
+      joint.clock.join(known[i].clock);
+      joint.ordered.join(known[i].ordered);
+    }
+    clock = &joint.clock;
+    ordered = &joint.ordered;
+  }
+  Actor a{epoch(agent, now), 1, clock, agent, kFullMask, line()};
+  a.ordered = ordered;
+  return a;
+}
+
+void Warp::release(uint32_t mask, Clock& to) {
+  for (LaneSet& s : known)
+    if (s.mask & mask) to.join(s.clock);
+  bool whole = (mask & live) == live;
+  auto own = [&](View& v) { whole ? v.see(agent, now) : v.see(agent, now, mask); };
+  if (to.cluster == cta->cluster->number) {
+    own(to.seen);
+    own(to.passed);
+  } else {
+    Clock alone(cta->cluster->number);
+    own(alone.seen);
+    to.join(alone);
+  }
+}
+
+void Warp::release_relaxed(uint32_t mask, Scope scope, Clock& to) {
+  Clock order(cta->cluster->number);
+  for (LaneSet& s : known) {
+    if (!(s.mask & mask)) continue;
+    order.passed.join(s.clock.passed);
+    if (s.released[scope]) to.join(*s.released[scope]);
+  }
+  order.passed.see(agent, now, mask);
+  to.join(order);
+}
+
+void Warp::acquire(uint32_t mask, const Clock& from) {
+  for_sets(mask, [&](LaneSet& s) { s.clock.join(from); });
+}
+
+void Warp::acquire_relaxed(uint32_t mask, Scope scope, const Clock& from) {
+  for_sets(mask, [&](LaneSet& s) {
+    if (from.cluster == s.clock.cluster) s.clock.passed.join(from.passed);
+    s.observed[scope].join(from);
+  });
+}
+
+void Warp::fence(uint32_t mask, Scope scope) {
+  for_sets(mask, [&](LaneSet& s) {
+    for (int i = kCtaScope; i <= scope; ++i) {
+      s.clock.join(s.observed[i]);
+      s.observed[i] = Clock();
+    }
+    auto snapshot = std::make_shared<Clock>();
+    release(s.mask, *snapshot);
+    for (int i = kCtaScope; i <= scope; ++i) s.released[i] = snapshot;
+  });
+  tick();
+}
+
+void Warp::fence_proxy_async(uint32_t mask, bool shared, bool global) {
+  for_sets(mask, [&](LaneSet& s) {
+    View past = s.clock.seen;
+    if ((s.mask & live) == live) past.see(agent, now);
+    else past.see(agent, now, s.mask);
+    if (shared) s.clock.fenced.join(past);
+    if (global) s.clock.fenced_global.join(past);
+  });
+  tick();  // what the lanes write from now on is not covered
+}
+
+void Warp::sync(uint32_t mask) {
+  for_sets(mask, [](LaneSet&) {});
+  size_t first = known.size();
+  for (size_t i = known.size(); i-- > 0;) {
+    if (!(known[i].mask & mask)) continue;
+    if (first < known.size()) {
+      known[i].join(known[first]);
+      known.erase(known.begin() + static_cast<long>(first));
+    }
+    first = i;
+  }
+  Clock& clock = known[first].clock;
+  if ((mask & live) == live) clock.seen.see(agent, now);
+  else clock.seen.see(agent, now, mask);
+  tick();
 }
 
 void Warp::select() {
@@ -66,12 +173,13 @@ void Warp::split(uint32_t taken, int target) {
 }
 
 void Warp::exit(uint32_t mask) {
+  check_copies_waited_for(*this, mask);
+  release(mask, cta->left);
   live &= ~mask;
   cur.mask &= ~mask;
   for (Fragment& f : others)
     if (f.state == Fragment::converge) f.state = Fragment::ready;  // it may have waited for the lanes that exit
   if (live == 0) {
-    check_copies_waited_for(*this);
     status = done;
     machine->warp_exited(*this);
   } else if (cur.mask == 0) {
@@ -118,8 +226,9 @@ void Warp::wake() {
 
 // ---- the machine ----
 
-Machine::Machine(const Module& m, const Program& p, const Launch& l, GlobalMemory& g)
-    : module(m), program(p), launch(l), global(g), rng(l.seed * 0x9e3779b97f4a7c15ull + 1) {
+Machine::Machine(const Module& m, const Program& p, const Launch& l, GlobalMemory& g, Stream& s)
+    : module(m), program(p), launch(l), global(g), stream(s), first_cluster(static_cast<uint32_t>(s.clusters.size())),
+      ended_before(l.dependent ? s.settled : first_cluster), rng(l.seed * 0x9e3779b97f4a7c15ull + 1) {
   executed.assign(program.code.size(), 0);
   total_clusters_ = 1;
   for (int d = 0; d < 3; ++d) {
@@ -142,7 +251,8 @@ Machine::Machine(const Module& m, const Program& p, const Launch& l, GlobalMemor
   uint64_t end = static_cast<uint64_t>(program.dynamic_begin) + launch.dynamic_shared;
   if (checking(kSharedLimit) && end > kSharedEnd)
     throw SimError(format("shared_limit: %llu bytes of shared memory; a CTA has %u", static_cast<unsigned long long>(end - kSharedBegin), kSharedEnd - kSharedBegin));
-  global.add(launch.params.data(), launch.params.size(), "the kernel's parameters");
+  global.add(launch.params.data(), launch.params.size(), "the kernel's parameters", false);
+  global.starts_at(first_cluster);
 }
 
 std::string Machine::where(const Warp& warp, int at) const {
@@ -208,22 +318,41 @@ void Machine::start_warp(Warp& w) {
   }
   w.local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0);
   w.in_flight.assign(program.register_slot.size(), 0);
+  if (!program.behind.empty()) w.wgmma_registers.resize(program.register_slot.size());
+}
+
+void Machine::first_cta(uint64_t cluster, uint32_t* id) const {
+  for (int d = 0; d < 3; ++d) {
+    uint32_t across = launch.grid[d] / launch.cluster[d];
+    id[d] = static_cast<uint32_t>(cluster % across) * launch.cluster[d];
+    cluster /= across;
+  }
+}
+
+bool Machine::cancel_cluster(uint32_t* first) {
+  if (next_cluster_ == total_clusters_) return false;
+  first_cta(next_cluster_++, first);
+  return true;
 }
 
 void Machine::start_cluster(uint64_t number) {
   auto cluster = std::make_unique<Cluster>();
   cluster->machine = this;
+  cluster->number = static_cast<uint32_t>(stream.clusters.size());
+  cluster->agents = std::make_shared<Agents>();
+  stream.clusters.push_back(cluster->agents);
   const uint32_t* dims = launch.cluster;
   uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
-  uint64_t across[3] = {launch.grid[0] / dims[0], launch.grid[1] / dims[1], launch.grid[2] / dims[2]};
-  uint64_t base[3] = {number % across[0], number / across[0] % across[1], number / across[0] / across[1]};
+  uint32_t first_id[3];
+  first_cta(number, first_id);
   for (uint32_t rank = 0; rank < dims[0] * dims[1] * dims[2]; ++rank) {
     auto cta = std::make_unique<Cta>();
     cta->cluster = cluster.get();
     cta->rank = rank;
     uint32_t within[3] = {rank % dims[0], rank / dims[0] % dims[1], rank / dims[0] / dims[1]};
-    for (int d = 0; d < 3; ++d) cta->id[d] = static_cast<uint32_t>(base[d]) * dims[d] + within[d];
-    cta->shared = std::make_unique<TrackedMemory>("shared", kSharedBounds, kSharedBegin, program.dynamic_begin + launch.dynamic_shared, &cluster->agents, launch.checks);
+    for (int d = 0; d < 3; ++d) cta->id[d] = first_id[d] + within[d];
+    cta->shared = std::make_unique<TrackedMemory>("shared", kSharedBounds, kSharedBegin, program.dynamic_begin + launch.dynamic_shared, 1, &stream.clusters, cluster->number, launch.checks);
+    cta->left = Clock(cluster->number);
     for (uint32_t first = 0; first < threads; first += kLanes) {
       auto warp = std::make_unique<Warp>();
       warp->machine = this;
@@ -234,8 +363,11 @@ void Machine::start_cluster(uint64_t number) {
       warp->live = lanes == kLanes ? kFullMask : (1u << lanes) - 1;
       warp->cur.mask = warp->live;
       warp->limit = INT_MAX;
-      warp->agent = cluster->agents.add(format("warp %d of CTA (%u, %u, %u)", warp->index, cta->id[0], cta->id[1], cta->id[2]), false);
-      warp->clock.see(warp->agent, 1, false);
+      warp->agent = cluster->agents->add(format("warp %d of CTA (%u, %u, %u)", warp->index, cta->id[0], cta->id[1], cta->id[2]), false, rank);
+      warp->known.resize(1);
+      warp->known[0].mask = kFullMask;
+      warp->known[0].clock = Clock(cluster->number);
+      warp->known[0].clock.before = ended_before;
       cta->warps.push_back(std::move(warp));
     }
     cta->live_warps = static_cast<int>(cta->warps.size());
@@ -258,10 +390,36 @@ void Machine::make_runnable(Warp* warp) {
   runnable_.push_back(warp);
 }
 
+namespace {
+// The memory of a CTA goes with its last warp, which must know that nobody of the cluster uses it any more.
+void check_visits_over(const Cta& cta) {
+  const Machine& machine = *cta.cluster->machine;
+  if (!machine.checking(kCluster)) return;
+  for (const auto& [who, visit] : cta.visits)
+    if (!cta.left.passed.has(visit.epoch, visit.lanes) && !cta.left.seen.has(visit.epoch, visit.lanes))
+      throw SimError(format("cluster: CTA (%u, %u, %u) ends without being ordered after the access to its shared memory by %s at PTX line %d", cta.id[0], cta.id[1], cta.id[2],
+                            cta.cluster->agents->list[epoch_agent(visit.epoch)].name.c_str(), visit.line));
+}
+}  // namespace
+
+void note_visit(Warp& w, int lane, Cta& cta, const Actor& actor) {
+  if (&cta == w.cta || !w.machine->checking(kCluster)) return;
+  const View& passed = w.set_of(lane).clock.passed;
+  bool started = false;
+  for (auto& warp : cta.warps) started |= passed.knows(warp->agent);
+  if (!started) throw SimError(format("cluster: access to shared memory of CTA (%u, %u, %u) without having synchronised with it: it may not have started", cta.id[0], cta.id[1], cta.id[2]));
+  if (cta.live_warps == 0) throw SimError(format("cluster: access to shared memory of CTA (%u, %u, %u), which has ended", cta.id[0], cta.id[1], cta.id[2]));
+  uint32_t first = static_cast<uint32_t>(__builtin_ctz(actor.lanes));
+  cta.visits[epoch_agent(actor.tag) << 5 | first] = {actor.tag, actor.lanes, actor.line};
+}
+
 void Machine::warp_exited(Warp& warp) {
   ++progress;
   --warp.cta->live_warps;
-  if (warp.cta->live_warps == 0) check_tensor_memory_freed(*warp.cta);
+  if (warp.cta->live_warps == 0) {
+    check_tensor_memory_freed(*warp.cta);
+    check_visits_over(*warp.cta);
+  }
   --warp.cta->cluster->live_warps;
   recheck_barriers(*warp.cta);
 }
@@ -374,7 +532,11 @@ void Machine::run() {
   try {
     for (;;) {
       while (clusters_.size() < resident && next_cluster_ < total_clusters_) start_cluster(next_cluster_++);
-      if (clusters_.empty()) break;
+      if (clusters_.empty()) {
+        // What a dependent launch may rely on that comes next: of this one nothing, of those before it what a CTA has waited for.
+        if (!launch.dependent || waited) stream.settled = first_cluster;
+        break;
+      }
       while (!async_.empty() && async_.front().due <= steps) fire_next();
       if (runnable_.empty()) {
         if (!async_.empty()) fire_next();

@@ -38,8 +38,11 @@ const OpcodeTable& opcodes() {
     register_memory(t);
     register_warp(t);
     register_matrix(t);
+    register_mma(t);
     register_sync(t);
     register_async(t);
+    register_cluster(t);
+    register_tensormap(t);
     register_wgmma(t);
     register_tcgen05(t);
     return t;
@@ -265,6 +268,7 @@ Program decode(const Module& module, const Function& function) {
   for (const Symbol& s : function.variables)
     if (s.space == Symbol::local) program.local_bytes = std::max(program.local_bytes, static_cast<uint32_t>(s.offset + s.bytes));
   program.dynamic_begin = static_cast<uint32_t>(module.dynamic_shared);
+  watch_wgmma_registers(program);
   return program;
 }
 

@@ -50,6 +50,8 @@ class Decoder {
   void list(Slot slot) { lists_.push_back(slot); }
   uint64_t immediate(size_t i) const;           // must be an integer constant
   const Symbol* symbol(const std::string& name) const;
+  const Module& module() const { return module_; }
+  const Statement& statement_of(const Operand& label) const { return function_.statements[static_cast<size_t>(label.index)]; }
 
   [[noreturn]] void fail(const std::string& what) const;
 
@@ -79,8 +81,11 @@ void register_control(OpcodeTable& table);
 void register_memory(OpcodeTable& table);
 void register_warp(OpcodeTable& table);
 void register_matrix(OpcodeTable& table);
+void register_mma(OpcodeTable& table);
 void register_sync(OpcodeTable& table);
 void register_async(OpcodeTable& table);
+void register_cluster(OpcodeTable& table);
+void register_tensormap(OpcodeTable& table);
 void register_wgmma(OpcodeTable& table);
 void register_tcgen05(OpcodeTable& table);
 

@@ -17,7 +17,8 @@ inline float flush(float f) {
   return (b & 0x7f800000u) == 0 ? from_bits(b & 0x80000000u) : f;
 }
 
-enum class Round { nearest, zero, down, up, away };
+// stochastic: away from zero where adding random bits to the discarded ones carries
+enum class Round { nearest, zero, down, up, away, stochastic };
 
 // A binary floating-point format narrower than float32.
 struct Format {
@@ -31,6 +32,7 @@ struct Format {
 
 constexpr Format kF16{5, 10, 15, true, 0x7fff, 0x7bff};
 constexpr Format kBf16{8, 7, 127, true, 0x7fff, 0x7f7f};
+constexpr Format kTf32{8, 10, 127, true, 0x3ffff, 0x3fbff};  // in a register 13 more bits follow
 constexpr Format kE4m3{4, 3, 7, false, 0x7f, 0x7e};
 constexpr Format kE5m2{5, 2, 15, true, 0x7f, 0x7b};
 constexpr Format kE2m1{2, 1, 1, false, 0, 0x7};
@@ -60,8 +62,9 @@ inline float decode(const Format& f, uint32_t bits) {
 }
 
 // Narrow float of `value`. With `saturate`, what is too large becomes the largest finite number (NaN stays NaN where
-// the format has one); without it, it becomes Inf, or NaN where the format has no Inf.
-inline uint32_t encode(const Format& f, float value, Round round, bool saturate) {
+// the format has one); without it, it becomes Inf, or NaN where the format has no Inf. Of stochastic rounding `random`
+// holds the random bits, `random_bits` of them, which are added to the highest discarded bits.
+inline uint32_t encode(const Format& f, float value, Round round, bool saturate, uint32_t random = 0, int random_bits = 0) {
   uint32_t bits = to_bits(value);
   uint32_t sign = bits >> 31 ? sign_bit(f) : 0;
   uint32_t magnitude = bits & 0x7fffffffu;
@@ -85,6 +88,7 @@ inline uint32_t encode(const Format& f, float value, Round round, bool saturate)
     case Round::zero: break;
     case Round::up: increment = rest && !sign; break;
     case Round::down: increment = rest && sign; break;
+    case Round::stochastic: increment = shift <= 40 && (rest + (uint64_t{random} << (shift - random_bits))) >> shift; break;
   }
   kept += increment;
   // `kept` holds the implicit one at bit mantissa_bits when normal, so adding it carries into the exponent by itself.
@@ -109,5 +113,11 @@ inline uint16_t float_to_f16(float f) { return static_cast<uint16_t>(encode(kF16
 
 // Unsigned power-of-two scale, 2^(bits - 127); 0xff is NaN.
 inline float ue8m0_to_float(uint8_t b) { return b == 0xff ? from_bits(0x7fffffffu) : std::ldexp(1.0f, b - 127); }
+
+// What a sum of integers becomes in 32 bits: the nearest number, or the low bits.
+inline int32_t integer_sum(int64_t v, bool saturate) {
+  if (saturate) v = v < INT32_MIN ? INT32_MIN : v > INT32_MAX ? INT32_MAX : v;
+  return static_cast<int32_t>(v);
+}
 
 }  // namespace ptxsim

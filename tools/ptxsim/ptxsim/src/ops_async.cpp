@@ -4,20 +4,24 @@
 // writes remember its completion epoch. The data moves when the scheduler lets the copy take effect.
 #include <cmath>
 
+#include "async.h"
 #include "numeric.h"
-#include "sync.h"
 #include "tensor_map.h"
 
 namespace ptxsim {
 namespace {
 
-uint32_t group_agent(Warp& w, Groups& g, const char* what, bool async_proxy) {
-  if (!g.agent) g.agent = w.cta->cluster->agents.add(format("%s of warp %d", what, w.index), async_proxy);
-  return g.agent;
+uint32_t new_agent(Warp& w, const char* what, bool async_proxy) {
+  return w.cta->cluster->agents->add(format("%s of warp %d", what, w.index), async_proxy, w.cta->rank);
+}
+
+uint32_t copies_agent(Warp& w) {
+  if (!w.cp_async.agent) w.cp_async.agent = new_agent(w, "cp.async groups", false);
+  return w.cp_async.agent;
 }
 
 std::string describe_groups(const Warp& w) {
-  return format("%zu asynchronous groups that have not taken effect", w.bulk.outstanding.size() + w.cp_async.outstanding.size());
+  return format("%zu asynchronous groups that have not taken effect", w.bulk.outstanding() + w.cp_async.outstanding());
 }
 
 void group_operation_done(Warp& w, Groups& g, uint32_t mark) {
@@ -25,26 +29,48 @@ void group_operation_done(Warp& w, Groups& g, uint32_t mark) {
   if (w.describe_wait == describe_groups && w.status == Warp::waiting) w.wake();
 }
 
-void wait_for_groups(Warp& w, Groups& g, uint64_t pending, bool async_proxy) {
-  uint32_t mark = g.covered(pending);
-  if (!g.done(mark)) {
+// Each thread waits for its own groups. `reads`: only for what they read; results are not known then.
+void wait_for_groups(Warp& w, ThreadGroups& groups, uint32_t mask, uint64_t pending, bool reads) {
+  for (uint32_t m = mask; m; m &= m - 1) {
+    Groups& g = groups.of[static_cast<size_t>(__builtin_ctz(m))];
+    if (g.done(g.covered(pending))) continue;
     w.retry();
     w.wait(describe_groups);
     return;
   }
-  if (mark) w.clock.see(g.agent, mark, async_proxy);
+  w.for_sets(mask, [&](LaneSet& s) {
+    for (uint32_t rest = s.mask & mask & w.live; rest;) {
+      uint32_t mark = groups.of[static_cast<size_t>(__builtin_ctz(rest))].covered(pending), alike = 0;
+      for (uint32_t m = rest; m; m &= m - 1)
+        if (groups.of[static_cast<size_t>(__builtin_ctz(m))].covered(pending) == mark) alike |= m & -m;
+      rest &= ~alike;
+      auto see = [&](uint32_t agent) { alike == w.live ? s.clock.seen.see(agent, mark) : s.clock.seen.see(agent, mark, alike); };
+      if (mark && !reads) see(groups.agent);
+      if (mark && groups.reads) see(groups.reads);
+    }
+  });
+}
+
+// An operation that a lane issues; what it reads and writes remembers the epoch.
+Actor issued_by(Warp& w, int lane, uint32_t tag, uint32_t lanes, bool async_proxy) {
+  Actor a = w.actor(lane);
+  a.tag = tag;
+  a.lanes = lanes;
+  a.async_proxy = async_proxy;
+  return a;
 }
 
 // ---- cp.async ----
 // a[0] destination, a[1] source, a[2] bytes to read or -1, a[3] offset of the source; in.size bytes; in.imm offset of
 // the destination
 void cp_async(Warp& w, const Instr& in, uint32_t mask) {
-  uint32_t agent = group_agent(w, w.cp_async, "cp.async groups", false);
-  uint32_t mark = w.cp_async.mark, size = static_cast<uint32_t>(in.size);
-  Actor actor{epoch(agent, mark), &w.clock, false, false, w.line()};
+  uint32_t agent = copies_agent(w), size = static_cast<uint32_t>(in.size);
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     w.lane = l;
+    Groups& groups = w.cp_async.of[static_cast<size_t>(l)];
+    uint32_t mark = groups.mark;
+    Actor actor = issued_by(w, l, epoch(agent, mark), 1u << l, false);
     uint64_t to = (in.kind & 1 ? w.reg<uint64_t>(in.a[0])[l] : w.reg<uint32_t>(in.a[0])[l]) + in.imm;
     SharedPlace p = shared_place(w, static_cast<uint32_t>(to));
     uint8_t* destination = p.cta->shared->at(p.address, size, size);
@@ -53,14 +79,15 @@ void cp_async(Warp& w, const Instr& in, uint32_t mask) {
     uint32_t read = in.a[2] >= 0 ? w.reg<uint32_t>(in.a[2])[l] : size;
     if (read > size) throw SimError(format("cp.async reads %u bytes of %u", read, size));
     const uint8_t* source = read ? w.machine->global.at(from, read, in.a[2] >= 0 ? 1 : size) : nullptr;
-    ++w.cp_async.outstanding[mark];
-    w.machine->issue(w, [&w, destination, source, size, read, mark] {
+    if (read) w.machine->global.note_read(from, read, actor);
+    groups.issued();
+    w.machine->issue(w, [&w, &groups, destination, source, size, read, mark] {
       if (read) std::memcpy(destination, source, read);
       std::memset(destination + read, 0, size - read);
-      group_operation_done(w, w.cp_async, mark);
+      group_operation_done(w, groups, mark);
       for (size_t i = 0; i < w.after_copies.size();) {
-        if (!w.cp_async.done(w.after_copies[i].first)) { ++i; continue; }
-        auto action = std::move(w.after_copies[i].second);
+        if (!w.cp_async.of[static_cast<size_t>(w.after_copies[i].lane)].done(w.after_copies[i].mark)) { ++i; continue; }
+        auto action = std::move(w.after_copies[i].action);
         w.after_copies.erase(w.after_copies.begin() + static_cast<long>(i));
         action();
       }
@@ -70,36 +97,33 @@ void cp_async(Warp& w, const Instr& in, uint32_t mask) {
 }
 
 void cp_async_mbarrier(Warp& w, const Instr& in, uint32_t mask) {
-  uint32_t agent = group_agent(w, w.cp_async, "cp.async groups", false);
-  uint32_t mark = w.cp_async.mark++;
+  uint32_t agent = copies_agent(w);
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     w.lane = l;
+    Groups& groups = w.cp_async.of[static_cast<size_t>(l)];
+    uint32_t mark = groups.mark++;
     SharedPlace p = mbarrier_place(w, lane_address(w, in, in.a[0], in.kind & 4, l), static_cast<Space>(in.kind & 3));
     Mbarrier* b = &find_mbarrier(w, p);
     if (!in.n) ++b->pending;
     Machine* machine = w.machine;
-    auto action = [machine, b, p, agent, mark] {
-      b->arriving.see(agent, mark, false);
+    auto action = [machine, b, p, agent, mark, l] {
+      b->arriving.seen.see(agent, mark, 1u << l);
       arrive_asynchronously(*machine, *b, p.address);
     };
-    if (w.cp_async.done(mark)) action();
-    else w.after_copies.emplace_back(mark, action);
+    if (groups.done(mark)) action();
+    else w.after_copies.push_back({l, mark, action});
   }
   w.lane = -1;
 }
 
-// ---- bulk copies ----
-// What a bulk copy signals when it takes effect: an mbarrier, or a bulk group of the issuing warp.
-struct Completion {
-  Mbarrier* barrier = nullptr;
-  uint32_t address = 0;
-  uint32_t mark = 0;
-};
+}  // namespace
 
+
+// ---- bulk copies ----
 void signal(Warp& w, const Completion& c, uint32_t bytes) {
   if (c.barrier) complete_transactions(*w.machine, *c.barrier, c.address, bytes);
-  else group_operation_done(w, w.bulk, c.mark);
+  else group_operation_done(w, w.bulk.of[static_cast<size_t>(c.lane)], c.mark);
 }
 
 Completion barrier_of(Warp& w, SharedPlace p) {
@@ -109,22 +133,39 @@ Completion barrier_of(Warp& w, SharedPlace p) {
   return c;
 }
 
+namespace {
 Completion group_of(Warp& w) {
-  group_agent(w, w.bulk, "bulk groups", true);
+  if (!w.bulk.agent) {
+    w.bulk.agent = new_agent(w, "bulk groups", true);
+    w.bulk.reads = new_agent(w, "bulk groups", true);
+  }
   Completion c;
-  c.mark = w.bulk.last = w.bulk.mark;
-  ++w.bulk.outstanding[c.mark];
+  c.lane = w.lane;
+  Groups& groups = w.bulk.of[static_cast<size_t>(c.lane)];
+  c.mark = groups.mark;
+  groups.issued();
   return c;
 }
 
-Actor async_actor(Warp& w, const Completion& c) {
-  Actor a{c.barrier ? completion_epoch(*c.barrier) : epoch(w.bulk.agent, c.mark), &w.clock, true, false, w.line()};
-  return a;
+}  // namespace
+
+Actor async_actor(Warp& w, const Completion& c, bool reads) {
+  if (c.barrier) return issued_by(w, w.lane, completion_epoch(*c.barrier), 1, true);
+  return issued_by(w, w.lane, epoch(reads ? w.bulk.reads : w.bulk.agent, c.mark), 1u << c.lane, true);
 }
+
+namespace {
 
 enum Reduction { none, add, min, max, inc, dec, and_, or_, xor_ };
 
-template <class T>
+// Who writes the result of a copy. Reductions are atomic: those of many copies may meet.
+Actor result_actor(Warp& w, const Completion& c, int op) {
+  Actor a = async_actor(w, c);
+  if (op != none) a.scope = kGpuScope;
+  return a;
+}
+
+template <class T, bool kFlush = false>
 void reduce_as(int op, uint8_t* to, const uint8_t* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; i += sizeof(T)) {
     T x, y;
@@ -132,6 +173,8 @@ void reduce_as(int op, uint8_t* to, const uint8_t* from, uint32_t bytes) {
     std::memcpy(&y, from + i, sizeof(T));
     T r = x;
     if (op == add) r = static_cast<T>(x + y);
+    if constexpr (kFlush)
+      if (op == add) r = flush(flush(x) + flush(y));
     if (op == min) r = y < x ? y : x;
     if (op == max) r = y > x ? y : x;
     if constexpr (std::is_integral<T>::value) {
@@ -157,7 +200,8 @@ void reduce_half(int op, uint8_t* to, const uint8_t* from, uint32_t bytes) {
   }
 }
 
-// Moves or reduces `bytes`; `type` is a CUtensorMapDataType.
+}  // namespace
+
 void deliver(int op, int type, uint8_t* to, const uint8_t* from, uint32_t bytes) {
   if (op == none) { std::memcpy(to, from, bytes); return; }
   switch (type) {
@@ -170,9 +214,12 @@ void deliver(int op, int type, uint8_t* to, const uint8_t* from, uint32_t bytes)
     case 6: return reduce_half<kF16>(op, to, from, bytes);
     case 8: return reduce_as<double>(op, to, from, bytes);
     case 9: return reduce_half<kBf16>(op, to, from, bytes);
+    case 10: return reduce_as<float, true>(op, to, from, bytes);
     default: return reduce_as<float>(op, to, from, bytes);
   }
 }
+
+namespace {
 
 // Visits the rows of the box at `coordinates`: f(global address or 0 when all of it is outside, first unit inside,
 // number of units inside, shared offset of the row).
@@ -219,9 +266,9 @@ void for_each_chunk(const TensorMap& map, uint32_t address, uint32_t offset, uin
 }
 
 TensorMap read_map(Warp& w, uint64_t address, int rank) {
-  TensorMap map;
-  std::memcpy(&map, w.machine->global.at(address, 128, 64), 128);
-  if (map.magic != TensorMap::kMagic) throw SimError(format("descriptor: no tensor map of the simulator at 0x%llx", static_cast<unsigned long long>(address)));
+  TensorMap map = TensorMap::read(w.machine->global.at(address, TensorMap::kBytes, 64));
+  check_map_acquired(w, address);
+  if (map.changed && w.machine->checking(kDescriptor)) check_changed_map(map);
   if (map.rank != rank && w.machine->checking(kDescriptor)) throw SimError(format("descriptor: tensor map of rank %d used with %d coordinates", map.rank, rank));
   return map;
 }
@@ -234,10 +281,14 @@ struct Bulk {
   static constexpr int multicast = 1, wide_shared = 2, wide_barrier = 4, wide_source = 8, four_rows = 16, pairs = 32;
 };
 
+}  // namespace
+
 uint64_t operand_address(Warp& w, Slot slot, bool wide, int lane, int64_t offset) {
   return wide ? w.reg<uint64_t>(slot)[lane] + static_cast<uint64_t>(offset)
               : w.reg<uint32_t>(slot)[lane] + static_cast<uint32_t>(offset);
 }
+
+namespace {
 
 SharedPlace shared_operand(Warp& w, uint64_t address, uint32_t bytes, uint32_t align) {
   if (address >= kSharedWindow) resolve(Space::generic, address);
@@ -293,6 +344,18 @@ TensorMap map_of(Warp& w, const Instr& in, int lane) {
   return map;
 }
 
+void note_boxes(Warp& w, const TensorMap& map, const Places& places, const Actor& actor, bool writing) {
+  GlobalMemory& global = w.machine->global;
+  for (const auto& at : places)
+    for_each_row(map, at.data(), [&](uint64_t address, uint32_t, uint32_t count, uint32_t) {
+      uint32_t bytes = count * map.unit_bytes;
+      if (!count) return;
+      global.at(address, bytes, 1);
+      if (writing) global.note_write(address, bytes, actor);
+      else global.note_read(address, bytes, actor);
+    });
+}
+
 void tensor_load(Warp& w, const Instr& in, uint32_t mask) {
   const int32_t* lists = w.program->lists.data() + in.list;
   for (uint32_t m = mask; m; m &= m - 1) {
@@ -310,11 +373,14 @@ void tensor_load(Warp& w, const Instr& in, uint32_t mask) {
       Target t;
       t.done = barrier_of(w, {signalled(w, in, cta, barrier.cta), barrier.address});
       t.data = cta->shared->at(to.address, bytes, 16);
+      Actor actor = async_actor(w, t.done, false);
+      note_visit(w, l, *cta, actor);
       // Padding stays as if nobody had written it.
-      if (!map.padded()) cta->shared->note_write(to.address, bytes, async_actor(w, t.done));
-      else for_each_chunk(map, to.address, 0, bytes, [&](uint32_t place, uint32_t) { cta->shared->note_write(to.address + place, map.unit_bytes, async_actor(w, t.done)); });
+      if (!map.padded()) cta->shared->note_write(to.address, bytes, actor);
+      else for_each_chunk(map, to.address, 0, bytes, [&](uint32_t place, uint32_t) { cta->shared->note_write(to.address + place, map.unit_bytes, actor); });
       targets.push_back(t);
     }
+    note_boxes(w, map, places, async_actor(w, targets[0].done, true), false);
     w.machine->issue(w, [&w, map, places, bytes, to, targets] {
       std::vector<uint8_t> box(bytes);
       uint8_t* part = box.data();
@@ -352,7 +418,8 @@ void tensor_store(Warp& w, const Instr& in, uint32_t mask) {
     uint32_t bytes = box_bytes(map) * static_cast<uint32_t>(places.size());
     SharedPlace from = shared_operand(w, operand_address(w, in.a[0], in.kind & Bulk::wide_shared, l, lists[in.n]), bytes, shared_alignment(map));
     Completion done = group_of(w);
-    from.cta->shared->note_read(from.address, bytes, async_actor(w, done));
+    from.cta->shared->note_read(from.address, bytes, async_actor(w, done, true));
+    note_boxes(w, map, places, result_actor(w, done, in.size), true);
     const uint8_t* data = from.cta->shared->at(from.address, bytes, 16);
     int op = in.size;
     w.machine->issue(w, [&w, map, places, bytes, from, data, done, op] {
@@ -372,8 +439,9 @@ void tensor_store(Warp& w, const Instr& in, uint32_t mask) {
   w.lane = -1;
 }
 
-// Plain bulk copies. a[2]: global address, or source shared address when in.n == 2.
-// in.n: 0 global -> shared, 1 shared -> global, 2 shared -> shared of the cluster
+// Plain bulk copies and reductions. a[2]: global address, or source shared address when in.n == 2; a[5]: which bytes of
+// 16 are written to global memory, or -1.
+// in.n: 0 global -> shared, 1 shared -> global, 2 shared -> shared of the cluster; in.size: reduction | type << 8
 void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
   const int32_t* lists = w.program->lists.data() + in.list;
   for (uint32_t m = mask; m; m &= m - 1) {
@@ -383,14 +451,17 @@ void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
     if (bytes % 16 && w.machine->checking(kAlignment)) throw SimError(format("alignment: bulk copy of %u bytes, not a multiple of 16", bytes));
     SharedPlace near = shared_operand(w, operand_address(w, in.a[0], in.kind & Bulk::wide_shared, l, lists[0]), bytes, 16);
     uint64_t other = operand_address(w, in.a[2], in.kind & Bulk::wide_source, l, lists[2]);
+    int op = in.size & 0xff, type = in.size >> 8;
     if (in.n == 1) {
       Completion done = group_of(w);
-      near.cta->shared->note_read(near.address, bytes, async_actor(w, done));
+      near.cta->shared->note_read(near.address, bytes, async_actor(w, done, true));
       const uint8_t* data = near.cta->shared->at(near.address, bytes, 16);
       uint8_t* to = w.machine->global.at(other, bytes, 16);
-      int op = in.size & 0xff, type = in.size >> 8;
-      w.machine->issue(w, [&w, data, to, bytes, done, op, type] {
-        deliver(op, type, to, data, bytes);
+      if (bytes) w.machine->global.note_write(other, bytes, result_actor(w, done, op));
+      uint32_t chosen = in.a[5] >= 0 ? w.reg<uint16_t>(in.a[5])[l] : 0xffff;
+      w.machine->issue(w, [&w, data, to, bytes, done, op, type, chosen] {
+        if (chosen == 0xffff) deliver(op, type, to, data, bytes);
+        else for (uint32_t i = 0; i < bytes; ++i) to[i] = chosen >> (i & 15) & 1 ? data[i] : to[i];
         signal(w, done, bytes);
       });
       continue;
@@ -402,16 +473,21 @@ void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
     if (in.n == 2) {
       source = shared_operand(w, other, bytes, 16);
       from = source.cta->shared->at(source.address, bytes, 16);
+      if (near.cta == w.cta && w.machine->checking(kSharedBounds)) throw SimError("shared_bounds: the destination of a copy to another CTA's shared memory lies in the CTA's own");
     } else {
       from = w.machine->global.at(other, bytes, 16);
     }
     for (Cta* cta : destinations(w, in, near, l)) {
       Completion done = barrier_of(w, {in.kind & Bulk::multicast ? cta : barrier.cta, barrier.address});
-      if (source.cta) source.cta->shared->note_read(source.address, bytes, async_actor(w, done));
-      cta->shared->note_write(near.address, bytes, async_actor(w, done));
+      Actor actor = result_actor(w, done, op);
+      if (source.cta) source.cta->shared->note_read(source.address, bytes, async_actor(w, done, true));
+      else if (bytes && w.machine->global.at(other, bytes, 16)) w.machine->global.note_read(other, bytes, async_actor(w, done, true));
+      note_visit(w, l, *cta, actor);
+      if (op) cta->shared->note_read(near.address, bytes, actor);
+      cta->shared->note_write(near.address, bytes, actor);
       uint8_t* to = cta->shared->at(near.address, bytes, 16);
-      w.machine->issue(w, [&w, to, from, bytes, done] {
-        std::memcpy(to, from, bytes);
+      w.machine->issue(w, [&w, to, from, bytes, done, op, type] {
+        deliver(op, type, to, from, bytes);
         signal(w, done, bytes);
       });
     }
@@ -419,14 +495,20 @@ void bulk_copy(Warp& w, const Instr& in, uint32_t mask) {
   w.lane = -1;
 }
 
-void bulk_commit(Warp& w, const Instr&, uint32_t) { w.bulk.commit(); }
-void bulk_wait(Warp& w, const Instr& in, uint32_t) { wait_for_groups(w, w.bulk, in.imm, true); }
-void cp_async_commit(Warp& w, const Instr&, uint32_t) { w.cp_async.commit(); }
-void cp_async_wait(Warp& w, const Instr& in, uint32_t) {
-  if (in.n) w.cp_async.commit();  // wait_all: also for what was not committed
-  wait_for_groups(w, w.cp_async, in.imm, false);
+void commit(ThreadGroups& groups, uint32_t mask) {
+  for (uint32_t m = mask; m; m &= m - 1) groups.of[static_cast<size_t>(__builtin_ctz(m))].commit();
+}
+void bulk_commit(Warp& w, const Instr&, uint32_t mask) { commit(w.bulk, mask); }
+// in.n: only what is read
+void bulk_wait(Warp& w, const Instr& in, uint32_t mask) { wait_for_groups(w, w.bulk, mask, in.imm, in.n); }
+void cp_async_commit(Warp& w, const Instr&, uint32_t mask) { commit(w.cp_async, mask); }
+void cp_async_wait(Warp& w, const Instr& in, uint32_t mask) {
+  if (in.n) commit(w.cp_async, mask);  // wait_all: also for what was not committed
+  wait_for_groups(w, w.cp_async, mask, in.imm, false);
 }
 void nothing(Warp&, const Instr&, uint32_t) {}
+
+}  // namespace
 
 // ---- decoding ----
 Slot bracketed(Decoder& d, size_t i, bool* wide, std::vector<int32_t>* offsets) {
@@ -444,9 +526,35 @@ int take_reduction(Decoder& d) {
   d.fail("no known reduction");
 }
 
+int take_reduction_type(Decoder& d, int op, bool shared) {
+  bool noftz = d.take("noftz");
+  Type t = d.type();
+  struct Choice { const char* name; int type; bool shared, global; };
+  // The plain addition of float32 flushes subnormals: type 10.
+  static const Choice sums[] = {{"u32", 2, true, true}, {"s32", 3, true, true}, {"u64", 4, true, true}, {"f16", 6, false, true}, {"f32", 10, false, true}, {"f64", 8, false, true}, {"bf16", 9, false, true}};
+  static const Choice extremes[] = {{"u32", 2, true, true}, {"s32", 3, true, true}, {"u64", 4, false, true}, {"s64", 5, false, true}, {"f16", 6, false, true}, {"bf16", 9, false, true}};
+  static const Choice counts[] = {{"u32", 2, true, true}};
+  static const Choice bits[] = {{"b32", 2, true, true}, {"b64", 4, false, true}};
+  auto find = [&](const Choice* first, const Choice* last) {
+    for (const Choice* c = first; c != last; ++c)
+      if (t.name == c->name && (shared ? c->shared : c->global)) return c->type;
+    d.fail("no such reduction of type ." + t.name);
+  };
+  bool half = t.name == "f16" || t.name == "bf16";
+  if (noftz != (half && op == add)) d.fail(noftz ? "`.noftz` has no meaning here" : "additions of type ." + t.name + " need `.noftz`");
+  switch (op) {
+    case add: return find(std::begin(sums), std::end(sums));
+    case min: case max: return find(std::begin(extremes), std::end(extremes));
+    case inc: case dec: return find(std::begin(counts), std::end(counts));
+    default: return find(std::begin(bits), std::end(bits));
+  }
+}
+
+namespace {
+
 void decode_bulk(Decoder& d, bool reduce) {
   if (d.take("commit_group")) { d.expect(0, 0); d.in.fn = bulk_commit; return; }
-  if (d.take("wait_group")) { d.take("read"); d.expect(1, 1); d.in.imm = d.immediate(0); d.in.fn = bulk_wait; return; }
+  if (d.take("wait_group")) { d.in.n = d.take("read"); d.expect(1, 1); d.in.imm = d.immediate(0); d.in.fn = bulk_wait; return; }
   bool tensor = d.take("tensor");
   if (d.take("prefetch")) {
     d.take("tensor");
@@ -467,9 +575,10 @@ void decode_bulk(Decoder& d, bool reduce) {
   d.take("shared::cluster");
   bool multicast = d.take("multicast::cluster"), hint = d.take("L2::cache_hint");
   if (std::string(d.take_one({"cta_group::1", "cta_group::2"})) == "cta_group::2") d.in.kind |= Bulk::pairs;
+  bool masked = !tensor && !reduce && store && d.take("cp_mask");
   int op = reduce ? take_reduction(d) : none;
   if (store ? !d.take("bulk_group") : !d.take("mbarrier::complete_tx::bytes")) d.fail("unknown completion mechanism");
-  if (reduce && !store) d.fail("reduction into shared memory");
+  if (reduce && !store && !from_shared) d.fail("reduction of global into shared memory");
   if (multicast) d.in.kind |= Bulk::multicast;
   bool wide = false;
   size_t next;
@@ -500,16 +609,7 @@ void decode_bulk(Decoder& d, bool reduce) {
     d.in.size = op;
     d.in.fn = store ? tensor_store : tensor_load;
   } else {
-    int type = 0;
-    if (reduce) {
-      d.take("noftz");
-      Type t = d.type();
-      static const std::pair<const char*, int> types[] = {{"u32", 2}, {"s32", 3}, {"u64", 4}, {"s64", 5}, {"f16", 6}, {"f32", 7}, {"f64", 8}, {"bf16", 9}, {"b32", 2}, {"b64", 4}};
-      type = -1;
-      for (auto& p : types)
-        if (t.name == p.first) type = p.second;
-      if (type < 0) d.fail("type ." + t.name);
-    }
+    int type = reduce ? take_reduction_type(d, op, !store) : 0;
     std::vector<int32_t> shared, barrier{0}, source;
     d.in.a[0] = bracketed(d, store ? 1 : 0, &wide, &shared);
     if (wide) d.in.kind |= Bulk::wide_shared;
@@ -530,6 +630,7 @@ void decode_bulk(Decoder& d, bool reduce) {
   }
   if (multicast) d.in.a[4] = d.source_slot(next++, *find_type("u16"));
   if (hint) ++next;
+  if (masked) d.in.a[5] = d.source_slot(next++, *find_type("u16"));
   d.expect(next, next);
 }
 
@@ -571,9 +672,14 @@ void decode_cp(Decoder& d) {
 
 }  // namespace
 
-void check_copies_waited_for(Warp& w) {
-  if (w.bulk.last && !w.clock.has_seen(epoch(w.bulk.agent, w.bulk.last)) && w.machine->checking(kAsyncEarly))
-    throw SimError("async_early: the warp exits without having waited for its bulk copies, which may still read shared memory");
+void check_copies_waited_for(Warp& w, uint32_t mask) {
+  if (!w.bulk.agent || !w.machine->checking(kAsyncEarly)) return;
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    uint32_t last = w.bulk.of[static_cast<size_t>(l)].last;
+    if (last && !w.set_of(l).clock.seen.has(epoch(w.bulk.reads, last), 1u << l))
+      throw SimError(format("async_early: lane %d exits without having waited for its bulk copies, which may still read shared memory", l));
+  }
 }
 
 void register_async(OpcodeTable& table) { table["cp"] = decode_cp; }

@@ -1,4 +1,5 @@
 // cvt in all its forms, mov with packing and unpacking, cvta.
+#include <algorithm>
 #include <cfenv>
 #include <cmath>
 #include <limits>
@@ -12,9 +13,16 @@ namespace {
 // ---- cvt between scalars ----
 // Operands of cvt may be wider than the type, so lanes are read and written at the register's own stride.
 
-Round take_float_rounding(Decoder& d) {
-  std::string r = d.take_one({"rn", "rz", "rm", "rp", "rna"});
-  return r == "rz" ? Round::zero : r == "rm" ? Round::down : r == "rp" ? Round::up : r == "rna" ? Round::away : Round::nearest;
+// Of .rn, .rni and so on; to the nearest where there is none.
+Round direction(const std::string& modifier) {
+  if (modifier == "rna") return Round::away;
+  switch (modifier.empty() ? 'n' : modifier[1]) {
+    case 'z': return Round::zero;
+    case 'm': return Round::down;
+    case 'p': return Round::up;
+    case 's': return Round::stochastic;
+    default: return Round::nearest;
+  }
 }
 
 double round_to_integer(double v, Round round) {
@@ -47,7 +55,8 @@ I saturate_to(double v, bool from_f64) {
   return static_cast<I>(v);
 }
 
-// in.kind: rounding | ftz << 8 | sat << 9 | relu << 10; in.size: destination stride | source stride << 8
+// in.kind: rounding | these flags; in.size: destination stride | source stride << 8
+constexpr int kFtz = 1 << 8, kSat = 1 << 9, kRelu = 1 << 10, kIntegral = 1 << 11, kSatfinite = 1 << 12, kScaled = 1 << 13;
 struct Half16 { uint16_t bits; };
 struct Brain16 { uint16_t bits; };
 
@@ -67,15 +76,15 @@ template <> Brain16 from_double<Brain16>(double v, Round r, bool s) { return {st
 template <class D, class S>
 D convert(S s, int kind) {
   Round round = static_cast<Round>(kind & 0xff);
-  bool ftz = kind >> 8 & 1, sat = kind >> 9 & 1, relu = kind >> 10 & 1, integral = kind >> 11 & 1;
+  bool ftz = kind & kFtz, sat = kind & kSat;
   if constexpr (IsFloat<S>::value) {
     double v = widen(s);
     if (ftz && sizeof(S) == 4) v = flush(static_cast<float>(v));
     if constexpr (IsFloat<D>::value) {
-      if (integral) v = round_to_integer(v, round);
-      if (relu && v < 0) v = 0;
-      if (sat && sizeof(D) >= 4) v = v > 1 ? 1 : v > 0 ? v : 0;
-      D r = from_double<D>(v, round, sat);
+      if (kind & kIntegral) v = round_to_integer(v, round);
+      if (kind & kRelu && v < 0) v = 0;
+      if (sat) v = v > 1 ? 1 : v > 0 ? v : 0;
+      D r = from_double<D>(v, round, kind & kSatfinite);
       if constexpr (std::is_same<D, float>::value) { if (ftz) r = flush(r); }
       return r;
     } else {
@@ -158,14 +167,17 @@ Handler cvt_handler(Decoder& d, const Type& t, const Type& s) {
 // ---- cvt of packed formats ----
 struct Packed {
   const char* name;
-  const Format* format;  // nullptr: ue8m0
+  enum Family { half, f8, f6, f4, ue8m0, s2f6 } family;
+  const Format* format;  // nullptr: ue8m0 and s2f6
   int count;
   int bits;              // of one element in the register
 };
 constexpr Packed kPacked[] = {
-    {"f16x2", &kF16, 2, 16},   {"bf16x2", &kBf16, 2, 16}, {"e4m3x2", &kE4m3, 2, 8}, {"e5m2x2", &kE5m2, 2, 8},
-    {"e2m1x2", &kE2m1, 2, 4},  {"e2m3x2", &kE2m3, 2, 8},  {"e3m2x2", &kE3m2, 2, 8}, {"ue8m0x2", nullptr, 2, 8},
-    {"e4m3x4", &kE4m3, 4, 8},  {"e5m2x4", &kE5m2, 4, 8},  {"e2m1x4", &kE2m1, 4, 4},
+    {"f16x2", Packed::half, &kF16, 2, 16},     {"bf16x2", Packed::half, &kBf16, 2, 16},   {"e4m3x2", Packed::f8, &kE4m3, 2, 8},
+    {"e5m2x2", Packed::f8, &kE5m2, 2, 8},      {"e2m3x2", Packed::f6, &kE2m3, 2, 8},      {"e3m2x2", Packed::f6, &kE3m2, 2, 8},
+    {"e2m1x2", Packed::f4, &kE2m1, 2, 4},      {"ue8m0x2", Packed::ue8m0, nullptr, 2, 8}, {"s2f6x2", Packed::s2f6, nullptr, 2, 8},
+    {"e4m3x4", Packed::f8, &kE4m3, 4, 8},      {"e5m2x4", Packed::f8, &kE5m2, 4, 8},      {"e2m3x4", Packed::f6, &kE2m3, 4, 8},
+    {"e3m2x4", Packed::f6, &kE3m2, 4, 8},      {"e2m1x4", Packed::f4, &kE2m1, 4, 4},
 };
 const Packed* find_packed(const std::string& name) {
   for (const Packed& p : kPacked)
@@ -182,11 +194,19 @@ uint32_t encode_ue8m0(float v, Round round, bool saturate) {
   return e <= 0xfe ? e : saturate ? 0xfe : 0xff;
 }
 
-uint32_t encode_packed(const Packed& p, float v, Round round, bool saturate, bool relu) {
-  if (relu && v < 0) v = 0;
-  return p.format ? encode(*p.format, v, round, saturate) : encode_ue8m0(v, round, saturate);
+// Two's complement with six fractional bits, to the nearest; always saturating, NaN to the largest.
+uint32_t encode_s2f6(float v) {
+  if (is_nan(v)) return 0x7f;
+  return static_cast<uint32_t>(static_cast<int>(std::nearbyint(std::min(127.0f, std::max(-128.0f, v * 64))))) & 0xff;
 }
-float decode_packed(const Packed& p, uint32_t bits) { return p.format ? decode(*p.format, bits) : ue8m0_to_float(static_cast<uint8_t>(bits)); }
+
+float decode_packed(const Packed& p, uint32_t bits) {
+  switch (p.family) {
+    case Packed::ue8m0: return ue8m0_to_float(static_cast<uint8_t>(bits));
+    case Packed::s2f6: return static_cast<float>(static_cast<int8_t>(bits)) / 64;
+    default: return decode(*p.format, bits);
+  }
+}
 
 uint64_t read_lane(Warp& w, Slot slot, int l, int bytes) {
   uint64_t v = 0;
@@ -195,24 +215,54 @@ uint64_t read_lane(Warp& w, Slot slot, int l, int bytes) {
 }
 void write_lane(Warp& w, Slot slot, int l, int bytes, uint64_t v) { std::memcpy(w.file.data() + slot + l * bytes, &v, static_cast<size_t>(bytes)); }
 
-// in.n: index of the destination format | of the source format << 8 (0xff: float32s)
+uint32_t reversed16(uint32_t v) {
+  uint32_t r = 0;
+  for (int i = 0; i < 16; ++i) r |= (v >> i & 1) << (15 - i);
+  return r;
+}
+
+// Which of the 32 random bits the element `e` gets, counted from the lowest, and how many. Two elements have a half of
+// the bits each. Of four, a pair shares a half: its upper element takes it in reverse. Four-bit elements have a byte each.
+uint32_t random_of(const Packed& p, uint32_t rbits, int e, int* n) {
+  if (p.count == 2) {
+    *n = p.format == &kF16 ? 13 : 16;
+    return rbits >> (16 * e) & ((1u << *n) - 1);
+  }
+  if (p.bits == 4) {
+    *n = 8;
+    return rbits >> (16 * (e & 1) + 8 * (e >> 1)) & 0xff;
+  }
+  *n = 16;
+  uint32_t pair = rbits >> (16 * (e >> 1)) & 0xffff;
+  return e & 1 ? reversed16(pair) : pair;
+}
+
+// in.n: index of the destination format | of the source format << 8 (0xff: float32s); a[5]: random bits or scale factors
 void cvt_packed(Warp& w, const Instr& in, uint32_t mask) {
   const Packed& to = kPacked[in.n & 0xff];
+  const Packed* from = in.n >> 8 == 0xff ? nullptr : &kPacked[in.n >> 8];
   Round round = static_cast<Round>(in.kind & 0xff);
-  bool sat = in.kind >> 9 & 1, relu = in.kind >> 10 & 1;
+  bool saturate = in.kind & kSatfinite;
   int to_bytes = in.size & 0xff, from_bytes = in.size >> 8;
   for (int l = 0; l < kLanes; ++l) {
     if (!(mask >> l & 1)) continue;
     uint64_t r = 0;
     for (int e = 0; e < to.count; ++e) {
       float v;
-      if (in.n >> 8 == 0xff) {
-        v = w.reg<float>(in.a[static_cast<size_t>(to.count - e)])[l];  // the first source is the highest element
-      } else {
-        const Packed& from = kPacked[in.n >> 8];
-        v = decode_packed(from, static_cast<uint32_t>(read_lane(w, in.a[1], l, from_bytes) >> (from.bits * e)) & ((1u << from.bits) - 1));
+      if (from) v = decode_packed(*from, static_cast<uint32_t>(read_lane(w, in.a[1], l, from_bytes) >> (from->bits * e)) & ((1u << from->bits) - 1));
+      else v = w.reg<float>(in.a[static_cast<size_t>(to.count - e)])[l];  // the first source is the highest element
+      if (in.kind & kScaled) {
+        float scale = ue8m0_to_float(static_cast<uint8_t>(w.reg<uint16_t>(in.a[5])[l] >> (8 * e)));
+        v = to.family == Packed::s2f6 ? v / scale : v * scale;
       }
-      r |= static_cast<uint64_t>(encode_packed(to, v, round, sat, relu)) << (to.bits * e);
+      if (in.kind & kRelu && v < 0) v = 0;
+      uint32_t random = 0;
+      int random_bits = 0;
+      if (round == Round::stochastic) random = random_of(to, w.reg<uint32_t>(in.a[5])[l], e, &random_bits);
+      uint32_t bits = to.family == Packed::ue8m0  ? encode_ue8m0(v, round, saturate)
+                      : to.family == Packed::s2f6 ? encode_s2f6(v)
+                                                  : encode(*to.format, v, round, saturate, random, random_bits);
+      r |= static_cast<uint64_t>(bits) << (to.bits * e);
     }
     write_lane(w, in.a[0], l, to_bytes, r);
   }
@@ -227,53 +277,97 @@ void cvt_bf16x2(Warp& w, const Instr& in, uint32_t mask) {
   w.put(in.a[0], t, mask);
 }
 
+// Which conversions and roundings there are (section 9.7.9.21; those to bf16x2 from 4 to 8 bits are of ISA 9.2).
+bool packed_conversion_exists(const Packed& to, const Packed* from, const std::string& round, int kind) {
+  bool narrow = to.family == Packed::f8 || to.family == Packed::f6 || to.family == Packed::f4;
+  if (kind & (kSat | kFtz) || (kind & kRelu && to.family == Packed::ue8m0)) return false;
+  if ((narrow || to.family == Packed::s2f6) && !(kind & kSatfinite)) return false;
+  if (kind & kScaled && to.family != Packed::s2f6 && !(to.format == &kBf16 && from && from->family != Packed::ue8m0)) return false;
+  if (!from) {
+    if (to.family == Packed::ue8m0) return round == "rz" || round == "rp";
+    if (to.count == 4) return round == "rs";
+    return round == "rn" || (to.family == Packed::half && (round == "rz" || round == "rs"));
+  }
+  if (from->count != 2 || to.count != 2) return false;
+  if (to.family == Packed::ue8m0) return from->format == &kBf16 && (round == "rz" || round == "rp");
+  if (round != "rn") return false;
+  if (to.family == Packed::s2f6) return from->format == &kBf16;
+  if (narrow) return from->family == Packed::half;
+  if (from->family == Packed::half) return false;
+  return to.format == &kBf16 || (!(kind & kSatfinite) && from->format);
+}
+
+void decode_cvt_packed(Decoder& d, const Packed& to, const Packed* from, const std::string& round) {
+  d.take(to.name);
+  if (from) d.take(from->name);
+  else d.take("f32");
+  if (d.take("scaled::n2::ue8m0")) d.in.kind |= kScaled;
+  if (!packed_conversion_exists(to, from, round, d.in.kind)) d.fail("no such packed conversion");
+  int bytes = std::max(1, to.count * to.bits / 8), source_bytes = 4;
+  d.in.a[0] = d.register_of(d.operand(0), &bytes);
+  if (d.operand(0).kind == Operand::sink) d.fail("the destination is not a register");
+  size_t sources = from || to.count == 4 ? 1 : 2;
+  bool more = d.in.kind & kScaled || round == "rs";
+  d.expect(1 + sources + more, 1 + sources + more);
+  const Type& f32 = *find_type("f32");
+  if (from) {
+    source_bytes = std::max(1, from->count * from->bits / 8);
+    d.in.a[1] = d.register_of(d.operand(1), &source_bytes);
+  } else if (sources == 1) {
+    const Operand& four = d.operand(1);
+    if (four.kind != Operand::vector || four.items.size() != 4) d.fail("the source is not a vector of four registers");
+    for (size_t i = 0; i < 4; ++i) d.in.a[1 + i] = d.value(four.items[i], f32);
+  } else {
+    for (size_t i = 1; i <= 2; ++i) d.in.a[i] = d.source_slot(i, f32);
+  }
+  if (more) d.in.a[5] = d.source_slot(1 + sources, *find_type(round == "rs" ? "b32" : "b16"));
+  d.in.size = bytes | source_bytes << 8;
+  d.in.n = static_cast<int>(&to - kPacked) | (from ? static_cast<int>(from - kPacked) : 0xff) << 8;
+  d.in.fn = cvt_packed;
+  bool plain = !from && to.format == &kBf16 && round == "rn" && !(d.in.kind & (kRelu | kSatfinite)) && bytes == 4;
+  if (plain) d.in.fn = cvt_bf16x2;
+}
+
+void cvt_tf32(Warp& w, const Instr& in, uint32_t mask) {
+  const float* a = w.reg<float>(in.a[1]);
+  uint32_t t[kLanes];
+  for (int l = 0; l < kLanes; ++l) {
+    float v = in.kind & kRelu && a[l] < 0 ? 0 : a[l];
+    t[l] = encode(kTf32, v, static_cast<Round>(in.kind & 0xff), in.kind & kSatfinite) << 13;
+  }
+  w.put(in.a[0], t, mask);
+}
+
+void decode_cvt_tf32(Decoder& d, const std::string& round) {
+  d.take("tf32");
+  Type f = d.type();
+  d.expect(2, 2);
+  bool rounds = round == "rn" || round == "rz" || (round == "rna" && !(d.in.kind & kRelu));
+  if (f.name != "f32" || !rounds || d.in.kind & (kSat | kFtz)) d.fail("no such conversion to tf32");
+  d.in.a[0] = d.destination(0, 4);
+  d.in.a[1] = d.source_slot(1, f);
+  d.in.fn = cvt_tf32;
+}
+
 void decode_cvt(Decoder& d) {
   const auto& opcode = d.source->opcode;
   const Packed *to = nullptr, *from = nullptr;
   std::string last = opcode.back(), before = opcode.size() > 2 ? opcode[opcode.size() - 2] : "";
   to = find_packed(before);
   from = find_packed(last);
-  bool integer_round = false;
-  Round round = Round::nearest;
-  std::string r = d.take_one({"rni", "rzi", "rmi", "rpi"});
-  if (!r.empty()) {
-    integer_round = true;
-    round = r == "rzi" ? Round::zero : r == "rmi" ? Round::down : r == "rpi" ? Round::up : Round::nearest;
-  } else {
-    round = take_float_rounding(d);
-  }
-  bool ftz = d.take("ftz"), sat = d.take("sat"), satfinite = d.take("satfinite"), relu = d.take("relu");
-  d.in.kind = static_cast<int>(round) | ftz << 8 | (sat || satfinite) << 9 | relu << 10 | integer_round << 11;
-  if (to) {
-    d.take(to->name);
-    int bytes = std::max(1, to->count * to->bits / 8), source_bytes = 4;
-    d.in.a[0] = d.register_of(d.operand(0), &bytes);
-    if (from) {
-      d.take(from->name);
-      d.expect(2, 2);
-      source_bytes = std::max(1, from->count * from->bits / 8);
-      if (from->count != to->count) d.fail("conversion between different numbers of elements");
-      d.in.a[1] = d.register_of(d.operand(1), &source_bytes);
-    } else {
-      Type f = d.type();
-      if (f.name != "f32") d.fail("packed conversion from type ." + f.name);
-      if (to->count == 4) {
-        d.fail("stochastic rounding");
-      }
-      d.expect(3, 3);
-      d.in.a[1] = d.source_slot(1, f);
-      d.in.a[2] = d.source_slot(2, f);
-    }
-    if (d.operand(0).kind == Operand::sink) d.fail("the destination is not a register");
-    d.in.size = bytes | source_bytes << 8;
-    d.in.n = static_cast<int>(to - kPacked) | (from ? static_cast<int>(from - kPacked) : 0xff) << 8;
-    d.in.fn = cvt_packed;
-    if (!from && to->format == &kBf16 && round == Round::nearest && !relu && !satfinite && bytes == 4) d.in.fn = cvt_bf16x2;
-    return;
-  }
+  std::string round = d.take_one({"rni", "rzi", "rmi", "rpi"});
+  if (!round.empty()) d.in.kind |= kIntegral;
+  else round = d.take_one({"rn", "rz", "rm", "rp", "rna", "rs"});
+  d.in.kind |= static_cast<int>(direction(round));
+  static const std::pair<const char*, int> flags[] = {{"ftz", kFtz}, {"sat", kSat}, {"satfinite", kSatfinite}, {"relu", kRelu}};
+  for (auto& flag : flags)
+    if (d.take(flag.first)) d.in.kind |= flag.second;
+  if (to) return decode_cvt_packed(d, *to, from, round);
+  if (before == "tf32") return decode_cvt_tf32(d, round);
   d.expect(2, 2);
-  if (last == "tf32" || before == "tf32") d.fail("conversion to tf32");
   Type t = d.type(), s = d.type();
+  if (round == "rna" || round == "rs") d.fail("rounding ." + round);
+  if (d.in.kind & kSatfinite && (t.bytes != 2 || t.cls != Type::real)) d.fail("`.satfinite` with type ." + t.name);
   int to_bytes = t.bytes, from_bytes = s.bytes;
   d.in.a[0] = d.register_of(d.operand(0), &to_bytes);
   d.in.a[1] = d.register_of(d.operand(1), &from_bytes);

@@ -1,9 +1,11 @@
 // Floating-point arithmetic in every width, and the opcodes that it shares with integers.
 // The 16-bit formats compute in float32 (fma in float64) and round once. Approximate functions (ex2.approx, rcp.approx,
 // ...) are computed as well as the host can: the hardware's few units in the last place are not modelled.
+#include <algorithm>
 #include <cfenv>
 #include <cmath>
 
+#include "ops_approximate.h"
 #include "lanes.h"
 #include "numeric.h"
 
@@ -98,22 +100,48 @@ template <class Op> struct FloatPair {  // .f32x2
   static uint64_t of(uint64_t a, uint64_t b, uint64_t c) { return join(Op::of(lo(a), lo(b), lo(c)), Op::of(hi(a), hi(b), hi(c))); }
 };
 
-// Directed rounding: the host's rounding mode around the whole warp.
-template <class Op, class T, int kSources, int kMode, bool kFtz>
-__attribute__((noinline)) void directed(Warp& w, const Instr& in, uint32_t mask) {
+// Rounding as told: the host's rounding mode around the whole warp. in.imm: the mode; in.kind: 1 = ftz, 2 = sat.
+template <class Op, class T, int kSources>
+__attribute__((noinline)) void rounded(const Instr& in, const std::array<const T*, kSources>& x, T* out, int n) {
   int saved = std::fegetround();
-  std::fesetround(kMode);
-  volatile T t[kLanes];
-  for (int l = 0; l < kLanes; ++l) {
-    volatile T a = w.reg<T>(in.a[1])[l], b = kSources > 1 ? w.reg<T>(in.a[2])[l] : T(0), c = kSources > 2 ? w.reg<T>(in.a[3])[l] : T(0);
-    if (kFtz) { a = static_cast<T>(flush(static_cast<float>(a))); b = static_cast<T>(flush(static_cast<float>(b))); c = static_cast<T>(flush(static_cast<float>(c))); }
-    if constexpr (kSources == 1) t[l] = Op::of(T(a));
-    else if constexpr (kSources == 2) t[l] = Op::of(T(a), T(b));
-    else t[l] = Op::of(T(a), T(b), T(c));
+  std::fesetround(static_cast<int>(in.imm));
+  bool ftz = in.kind & 1;
+  for (int i = 0; i < n; ++i) {
+    volatile T v[kSources];
+    for (size_t k = 0; k < kSources; ++k) v[k] = ftz ? static_cast<T>(flush(static_cast<float>(x[k][i]))) : x[k][i];
+    volatile T r;
+    if constexpr (kSources == 1) r = Op::of(T(v[0]));
+    else if constexpr (kSources == 2) r = Op::of(T(v[0]), T(v[1]));
+    else r = Op::of(T(v[0]), T(v[1]), T(v[2]));
+    out[i] = ftz ? static_cast<T>(flush(static_cast<float>(r))) : T(r);
   }
   std::fesetround(saved);
-  T out[kLanes];
-  for (int l = 0; l < kLanes; ++l) out[l] = kFtz ? static_cast<T>(flush(static_cast<float>(t[l]))) : T(t[l]);
+  if (in.kind & 2)
+    for (int i = 0; i < n; ++i) out[i] = static_cast<T>(Sat<Op>::clamp(static_cast<float>(out[i])));
+}
+
+// kPer numbers of type T are in a register: two in one of .f32x2.
+template <class Op, class T, int kSources, int kPer = 1>
+void directed(Warp& w, const Instr& in, uint32_t mask) {
+  std::array<const T*, kSources> x;
+  for (size_t k = 0; k < kSources; ++k) x[k] = w.reg<T>(in.a[1 + k]);
+  struct Register { T part[kPer]; };
+  Register out[kLanes];
+  rounded<Op, T, kSources>(in, x, out[0].part, kPer * kLanes);
+  w.put(in.a[0], out, mask);
+}
+
+// All sources but the last are of the 16-bit type H, and float32 thereafter.
+template <class Op, int kSources, class H>
+void mixed(Warp& w, const Instr& in, uint32_t mask) {
+  float wide[kSources - 1][kLanes], out[kLanes];
+  std::array<const float*, kSources> x;
+  for (size_t k = 0; k + 1 < kSources; ++k) {
+    for (int l = 0; l < kLanes; ++l) wide[k][l] = H::load(w.reg<uint16_t>(in.a[1 + k])[l]);
+    x[k] = wide[k];
+  }
+  x[kSources - 1] = w.reg<float>(in.a[kSources]);
+  rounded<Op, float, kSources>(in, x, out, kLanes);
   w.put(in.a[0], out, mask);
 }
 
@@ -124,12 +152,20 @@ constexpr Handler arity() {
   else return ternary<Op, T, T, T, T>;
 }
 
-template <class Op, class T, int kSources, bool kFtz>
-Handler directed_handler(Decoder& d, const std::string& round) {
-  if (round == "rz") return directed<Op, T, kSources, FE_TOWARDZERO, kFtz>;
-  if (round == "rm") return directed<Op, T, kSources, FE_DOWNWARD, kFtz>;
-  if (round == "rp") return directed<Op, T, kSources, FE_UPWARD, kFtz>;
-  d.fail("rounding ." + round);
+int host_mode(const std::string& round) {
+  return round == "rz" ? FE_TOWARDZERO : round == "rm" ? FE_DOWNWARD : round == "rp" ? FE_UPWARD : FE_TONEAREST;
+}
+
+// add, sub and fma .f32 with operands of 16 bits: d = convert(a) + c, d = convert(a) * convert(b) + c.
+template <class Op, int kSources>
+void mixed_precision(Decoder& d, bool bf16) {
+  if (d.take("sat")) d.in.kind = 2;
+  d.in.imm = static_cast<uint64_t>(host_mode(d.take_one({"rn", "rz", "rm", "rp"})));
+  d.expect(kSources + 1, kSources + 1);
+  d.in.a[0] = d.destination(0, 4);
+  for (size_t i = 1; i < kSources; ++i) d.in.a[i] = d.source_slot(i, *find_type("b16"));
+  d.in.a[kSources] = d.source_slot(kSources, *find_type("f32"));
+  d.in.fn = bf16 ? mixed<Op, kSources, Bf16> : mixed<Op, kSources, F16>;
 }
 
 // The f32 and f64 forms, with the rounding and saturation modifiers that go with them.
@@ -137,20 +173,17 @@ template <class Op, int kSources>
 void full_width(Decoder& d, const Type& t) {
   bool ftz = d.take("ftz"), sat = d.take("sat");
   std::string round = d.take_one({"rn", "rz", "rm", "rp", "approx", "full"});
-  bool directed_rounding = round == "rz" || round == "rm" || round == "rp";
   same_type_operands(d, t, kSources);
+  d.in.kind = ftz | sat << 1;
+  d.in.imm = static_cast<uint64_t>(host_mode(round));
+  bool directed_rounding = d.in.imm != FE_TONEAREST;
   if (t.name == "f64") {
     if (ftz || sat) d.fail("modifier of a .f64 operation");
-    d.in.fn = directed_rounding ? directed_handler<Op, double, kSources, false>(d, round) : arity<kSources, Op, double>();
+    d.in.fn = directed_rounding ? directed<Op, double, kSources> : arity<kSources, Op, double>();
   } else if (t.name == "f32") {
-    if (directed_rounding) {
-      if (sat) d.fail("`.sat` with directed rounding");
-      d.in.fn = ftz ? directed_handler<Op, float, kSources, true>(d, round) : directed_handler<Op, float, kSources, false>(d, round);
-    } else if (ftz) {
-      d.in.fn = sat ? arity<kSources, Sat<F32Ftz<Op>>, float>() : arity<kSources, F32Ftz<Op>, float>();
-    } else {
-      d.in.fn = sat ? arity<kSources, Sat<Op>, float>() : arity<kSources, Op, float>();
-    }
+    if (directed_rounding) d.in.fn = directed<Op, float, kSources>;
+    else if (ftz) d.in.fn = sat ? arity<kSources, Sat<F32Ftz<Op>>, float>() : arity<kSources, F32Ftz<Op>, float>();
+    else d.in.fn = sat ? arity<kSources, Sat<Op>, float>() : arity<kSources, Op, float>();
   } else {
     d.fail("type ." + t.name);
   }
@@ -170,17 +203,21 @@ bool is_half(const Type& t) { return t.cls == Type::real && (t.bytes == 2 || (t.
 
 template <class Op, int kSources>
 void arithmetic(Decoder& d, const Type& t) {
+  if constexpr (!std::is_same<Op, Mul>::value) {
+    std::string half = t.name == "f32" ? d.take_one({"f16", "bf16"}) : "";
+    if (!half.empty()) return mixed_precision<Op, kSources>(d, half == "bf16");
+  }
   if (is_half(t)) {
     if (d.take("ftz")) d.fail("`.ftz` on type ." + t.name);
     d.take("rn");
     half_width<Op, kSources>(d, t);
   } else if (t.name == "f32x2") {
-    if constexpr (kSources > 1) {
-      bool ftz = d.take("ftz");
-      d.take("rn");
-      same_type_operands(d, t, kSources);
-      d.in.fn = ftz ? arity<kSources, FloatPair<F32Ftz<Op>>, uint64_t>() : arity<kSources, FloatPair<Op>, uint64_t>();
-    }
+    bool ftz = d.take("ftz");
+    d.in.kind = ftz;
+    d.in.imm = static_cast<uint64_t>(host_mode(d.take_one({"rn", "rz", "rm", "rp"})));
+    same_type_operands(d, t, kSources);
+    if (d.in.imm != FE_TONEAREST) d.in.fn = directed<Op, float, kSources, 2>;
+    else d.in.fn = ftz ? arity<kSources, FloatPair<F32Ftz<Op>>, uint64_t>() : arity<kSources, FloatPair<Op>, uint64_t>();
   } else {
     full_width<Op, kSources>(d, t);
   }
@@ -240,15 +277,19 @@ void neg_abs(Decoder& d, bool absolute) {
   else d.in.fn = absolute ? unary<Abs32, uint32_t, uint32_t> : unary<Neg32, uint32_t, uint32_t>;
 }
 
-template <class Op>
+template <class Op, Approximate kFunction>
 void function(Decoder& d) {
   Type t = d.type();
+  const auto& opcode = d.source->opcode;
+  auto has = [&](const char* modifier) { return std::find(opcode.begin(), opcode.end(), modifier) != opcode.end(); };
   if (is_half(t)) {
+    if (kFunction != Approximate::ex2 && kFunction != Approximate::tanh) d.fail("type ." + t.name);
     d.drop({"approx", "ftz"});
     half_width<Op, 1>(d, t);
   } else {
     full_width<Op, 1>(d, t);
   }
+  if (has("approx") && t.name != "f64") allow_errors(d, kFunction, t, has("ftz"));
 }
 
 // ---- comparison ----
@@ -452,14 +493,14 @@ void register_float(OpcodeTable& table) {
   table["max"] = min_max<true>;
   table["neg"] = [](Decoder& d) { neg_abs(d, false); };
   table["abs"] = [](Decoder& d) { neg_abs(d, true); };
-  table["rcp"] = function<Rcp>;
-  table["sqrt"] = function<Sqrt>;
-  table["rsqrt"] = function<Rsqrt>;
-  table["ex2"] = function<Ex2>;
-  table["lg2"] = function<Lg2>;
-  table["sin"] = function<Sin>;
-  table["cos"] = function<Cos>;
-  table["tanh"] = function<Tanh>;
+  table["rcp"] = function<Rcp, Approximate::rcp>;
+  table["sqrt"] = function<Sqrt, Approximate::sqrt>;
+  table["rsqrt"] = function<Rsqrt, Approximate::rsqrt>;
+  table["ex2"] = function<Ex2, Approximate::ex2>;
+  table["lg2"] = function<Lg2, Approximate::lg2>;
+  table["sin"] = function<Sin, Approximate::sin>;
+  table["cos"] = function<Cos, Approximate::cos>;
+  table["tanh"] = function<Tanh, Approximate::tanh>;
   table["copysign"] = [](Decoder& d) { full_width<CopySign, 2>(d, d.type()); };
   table["testp"] = [](Decoder& d) {
     static const char* const names[] = {"finite", "infinite", "number", "notanumber", "normal", "subnormal"};

@@ -1,7 +1,8 @@
 // Loads, stores, atomics, prefetch and address queries.
+#include <algorithm>
 #include <cmath>
 
-#include "access.h"
+#include "async.h"
 #include "numeric.h"
 
 namespace ptxsim {
@@ -21,25 +22,14 @@ Space take_space(Decoder& d) {
   return s == "local" ? Space::local : Space::global;
 }
 
-void publish(Warp& w, SharedPlace place, bool release) {
-  Clock& at = place.cta->released[place.address];
-  at.join(release ? w.clock : w.fence_release);
-  if (release) w.tick();
-}
-
-void observe(Warp& w, SharedPlace place, bool acquire) {
-  auto it = place.cta->released.find(place.address);
-  if (it == place.cta->released.end()) return;
-  (acquire ? w.clock : w.fence_acquire).join(it->second);
-}
-
 namespace {
 
 // Meaning of Instr::kind for loads, stores and atomics.
 struct Kind {
-  static constexpr int wide = 4, sign = 8, strong = 16, acquire = 32, release = 64;
+  static constexpr int wide = 4, sign = 8, acquire = 32, release = 64, read_only = 128, scopes = 16, strong = 3 << scopes;
   static Space space(int kind) { return static_cast<Space>(kind & 3); }
-  static int container(int kind) { return kind >> 8; }  // bytes of a data register
+  static int container(int kind) { return kind >> 8 & 0xff; }  // bytes of a data register
+  static Scope scope(int kind) { return static_cast<Scope>(kind >> scopes & 3); }  // none: a weak access
 };
 
 // Compilers merge neighbouring loads, also where one of them is of no use on the way that is taken. So a vector load may
@@ -50,27 +40,76 @@ void note_vector_read(TrackedMemory& shared, uint32_t address, uint32_t n, uint3
     if (shared.written(address + i, element)) shared.note_read(address + i, element, actor);
 }
 
-// Place of an access, checked; shared accesses are noted. `n` bytes, aligned to n, in elements of `element` bytes.
-uint8_t* place(Warp& w, Space space, uint64_t address, uint32_t n, uint32_t element, int lane, Actor& actor, bool reads, bool writes) {
+// Place of an access, checked and noted. `n` bytes, aligned to n, in elements of `element` bytes.
+uint8_t* place(Warp& w, Space space, uint64_t address, uint32_t n, uint32_t element, int lane, const Actor& actor, bool reads, bool writes) {
   w.lane = lane;
   switch (resolve(space, address)) {
     case Space::shared: {
       SharedPlace p = shared_place(w, static_cast<uint32_t>(address));
       uint8_t* at = p.cta->shared->at(p.address, n, n);
+      note_visit(w, lane, *p.cta, actor);
       if (reads) note_vector_read(*p.cta->shared, p.address, n, element, actor);
       if (writes) p.cta->shared->note_write(p.address, n, actor);
       return at;
     }
     case Space::local: return local_place(w, lane, address, n, n);
-    default: return w.machine->global.at(address, n, n);
+    default: {
+      GlobalMemory& global = w.machine->global;
+      uint8_t* at = global.at(address, n, n);
+      if (reads) global.note_read(address, n, actor);
+      if (writes) global.note_write(address, n, actor);
+      return at;
+    }
   }
 }
 
-void order(Warp& w, const Instr& in, uint64_t address, bool reads, bool writes) {
-  if (resolve(Kind::space(in.kind), address) != Space::shared) return;
-  SharedPlace p = shared_place(w, static_cast<uint32_t>(address));
-  if (reads) observe(w, p, in.kind & Kind::acquire);
-  if (writes) publish(w, p, in.kind & Kind::release);
+// Where the releases of strong writes to an address are kept; nullptr: nobody but the thread itself can reach it.
+Released* released_at(Warp& w, Space space, uint64_t address, bool make) {
+  auto find = [&](auto& places, auto key) -> Released* {
+    if (make) return &places[key];
+    auto it = places.find(key);
+    return it == places.end() ? nullptr : &it->second;
+  };
+  switch (resolve(space, address)) {
+    case Space::shared: {
+      SharedPlace p = shared_place(w, static_cast<uint32_t>(address));
+      return find(p.cta->released, p.address);
+    }
+    case Space::local: return nullptr;
+    default: return find(w.machine->released, address);
+  }
+}
+
+uint32_t cta_number(const Warp& w) { return w.cta->cluster->number << 4 | w.cta->rank; }
+
+// A strong read takes in what was released for a scope that includes this thread.
+void observe(Warp& w, const Instr& in, uint64_t address, uint32_t lanes) {
+  Released* r = released_at(w, Kind::space(in.kind), address, false);
+  if (!r) return;
+  Scope scope = Kind::scope(in.kind);
+  auto take = [&](const Clock& from, Scope at) {
+    if (in.kind & Kind::acquire) w.acquire(lanes, from);
+    else w.acquire_relaxed(lanes, at, from);
+  };
+  auto cta = r->cta.find(cta_number(w));
+  if (cta != r->cta.end()) take(cta->second, kCtaScope);
+  auto cluster = r->cluster.find(w.cta->cluster->number);
+  if (scope >= kClusterScope && cluster != r->cluster.end()) take(cluster->second, kClusterScope);
+  if (scope >= kGpuScope) take(r->gpu, kGpuScope);
+}
+
+// A strong write releases; what earlier writes released goes on only through a read-modify-write.
+void publish(Warp& w, const Instr& in, uint64_t address, uint32_t lanes, bool modifies) {
+  Released* r = released_at(w, Kind::space(in.kind), address, true);
+  if (!r) return;
+  if (!modifies) *r = Released();
+  Scope scope = Kind::scope(in.kind);
+  Clock clock;
+  if (in.kind & Kind::release) w.release(lanes, clock);
+  else w.release_relaxed(lanes, scope, clock);
+  r->cta[cta_number(w)].join(clock);
+  if (scope >= kClusterScope) r->cluster[w.cta->cluster->number].join(clock);
+  if (scope >= kGpuScope && Kind::space(in.kind) != Space::shared) r->gpu.join(clock);
 }
 
 template <class T>
@@ -93,24 +132,45 @@ void ld_wide_elements(Warp& w, const Instr& in, const int32_t* registers, int la
   for (int e = 0; e < in.n; ++e) std::memcpy(w.file.data() + registers[e] + lane * 16, from + e * 16, 16);
 }
 
+void read_elements(Warp& w, const Instr& in, const int32_t* registers, int lane, const uint8_t* from) {
+  switch (in.size) {
+    case 1: return ld_elements<uint8_t>(w, in, registers, lane, from);
+    case 2: return ld_elements<uint16_t>(w, in, registers, lane, from);
+    case 4: return ld_elements<uint32_t>(w, in, registers, lane, from);
+    case 8: return ld_elements<uint64_t>(w, in, registers, lane, from);
+    default: return ld_wide_elements(w, in, registers, lane, from);
+  }
+}
+
+Actor access_actor(Warp& w, const Instr& in, int lane) {
+  Actor actor = w.actor(lane);
+  actor.scope = Kind::scope(in.kind);
+  actor.read_only = in.kind & Kind::read_only;
+  return actor;
+}
+
 void ld(Warp& w, const Instr& in, uint32_t mask) {
   const int32_t* registers = w.program->lists.data() + in.list;
-  uint32_t bytes = static_cast<uint32_t>(in.size * in.n);
-  Actor actor = w.actor();
-  actor.strong = in.kind & Kind::strong;
+  uint32_t bytes = static_cast<uint32_t>(in.size * in.n), element = static_cast<uint32_t>(in.size);
   // Addresses are read before any lane's data is written: a destination may be the address register.
   uint64_t addresses[kLanes];
   for (int l = 0; l < kLanes; ++l) addresses[l] = lane_address(w, in, in.a[0], in.kind & Kind::wide, l);
-  for (uint32_t m = mask; m; m &= m - 1) {
-    int l = __builtin_ctz(m);
-    if (in.kind & Kind::strong) order(w, in, addresses[l], true, false);
-    const uint8_t* from = place(w, Kind::space(in.kind), addresses[l], bytes, static_cast<uint32_t>(in.size), l, actor, true, false);
-    switch (in.size) {
-      case 1: ld_elements<uint8_t>(w, in, registers, l, from); break;
-      case 2: ld_elements<uint16_t>(w, in, registers, l, from); break;
-      case 4: ld_elements<uint32_t>(w, in, registers, l, from); break;
-      case 8: ld_elements<uint64_t>(w, in, registers, l, from); break;
-      default: ld_wide_elements(w, in, registers, l, from);
+  int first = __builtin_ctz(mask);
+  bool same = w.known.size() == 1 && (mask & (mask - 1)), local = Kind::space(in.kind) == Space::local;
+  for (uint32_t m = mask; m; m &= m - 1) same &= addresses[__builtin_ctz(m)] == addresses[first];
+  if (same && !local && addresses[first] < kLocalWindow) {
+    // One access of many lanes, each of which must be ordered after the write.
+    if (in.kind & Kind::strong) observe(w, in, addresses[first], mask);
+    Actor actor = access_actor(w, in, first);
+    actor.lanes = mask;
+    actor.self_lanes = 0;
+    const uint8_t* from = place(w, Kind::space(in.kind), addresses[first], bytes, element, first, actor, true, false);
+    for (uint32_t m = mask; m; m &= m - 1) read_elements(w, in, registers, __builtin_ctz(m), from);
+  } else {
+    for (uint32_t m = mask; m; m &= m - 1) {
+      int l = __builtin_ctz(m);
+      if (in.kind & Kind::strong) observe(w, in, addresses[l], 1u << l);
+      read_elements(w, in, registers, l, place(w, Kind::space(in.kind), addresses[l], bytes, element, l, access_actor(w, in, l), true, false));
     }
   }
   w.lane = -1;
@@ -119,21 +179,15 @@ void ld(Warp& w, const Instr& in, uint32_t mask) {
 void st(Warp& w, const Instr& in, uint32_t mask) {
   const int32_t* registers = w.program->lists.data() + in.list;
   uint32_t bytes = static_cast<uint32_t>(in.size * in.n);
-  Actor actor = w.actor();
-  actor.strong = in.kind & Kind::strong;
   int container = Kind::container(in.kind);
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     uint64_t address = lane_address(w, in, in.a[0], in.kind & Kind::wide, l);
-    uint8_t* to = place(w, Kind::space(in.kind), address, bytes, static_cast<uint32_t>(in.size), l, actor, false, true);
+    uint8_t* to = place(w, Kind::space(in.kind), address, bytes, static_cast<uint32_t>(in.size), l, access_actor(w, in, l), false, true);
     for (int e = 0; e < in.n; ++e) std::memcpy(to + e * in.size, w.file.data() + registers[e] + l * container, static_cast<size_t>(in.size));
+    if (in.kind & Kind::strong) publish(w, in, address, 1u << l, false);
   }
-  if (in.kind & Kind::strong) {
-    for (uint32_t m = mask; m; m &= m - 1) {
-      int l = __builtin_ctz(m);
-      order(w, in, lane_address(w, in, in.a[0], in.kind & Kind::wide, l), false, true);
-    }
-  }
+  if (in.kind & Kind::strong) w.tick();
   w.lane = -1;
   ++w.machine->progress;
 }
@@ -141,13 +195,14 @@ void st(Warp& w, const Instr& in, uint32_t mask) {
 // Modifiers that ld and st share.
 void take_access_modifiers(Decoder& d, bool load) {
   std::string order = d.take_one({"weak", "relaxed", "acquire", "release", "volatile", "mmio"});
-  d.take_one({"cta", "cluster", "gpu", "sys"});
-  if (!order.empty() && order != "weak") d.in.kind |= Kind::strong;
+  Scope scope = take_scope(d, kGpuScope);
+  if (!order.empty() && order != "weak") d.in.kind |= scope << Kind::scopes;
   if (order == "acquire") d.in.kind |= Kind::acquire;
   if (order == "release") d.in.kind |= Kind::release;
   if ((load && order == "release") || (!load && order == "acquire")) d.fail("`." + order + "` has no meaning here");
   d.in.kind |= static_cast<int>(take_space(d));
-  d.drop({"nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt"});
+  if (d.take("nc")) d.in.kind |= Kind::read_only;
+  d.drop({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
   d.take_one({"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"});
   d.take_one({"L2::evict_normal", "L2::evict_first", "L2::evict_last"});
   d.take_one({"L2::64B", "L2::128B", "L2::256B"});
@@ -215,19 +270,6 @@ T combine(int op, T old, T b, T c) {
   return old;
 }
 
-template <const Format& kFormat>
-struct PackedHalf {
-  static uint32_t of(int op, uint32_t old, uint32_t b) {
-    uint32_t r = 0;
-    for (int h = 0; h < 32; h += 16) {
-      float x = decode(kFormat, old >> h & 0xffff), y = decode(kFormat, b >> h & 0xffff);
-      float v = op == add ? x + y : op == min ? std::fmin(x, y) : std::fmax(x, y);
-      r |= encode(kFormat, v, Round::nearest, false) << h;
-    }
-    return r;
-  }
-};
-
 using Update = void (*)(int op, uint8_t* at, const uint8_t* b, const uint8_t* c);
 
 template <class T>
@@ -239,31 +281,34 @@ void update(int op, uint8_t* at, const uint8_t* b, const uint8_t* c) {
   T result = combine<T>(op, old, x, y);
   std::memcpy(at, &result, sizeof(T));
 }
-template <const Format& kFormat>
+template <const Format& kFormat, int kCount>
 void update_half(int op, uint8_t* at, const uint8_t* b, const uint8_t*) {
-  uint32_t old, x;
-  std::memcpy(&old, at, 4);
-  std::memcpy(&x, b, 4);
-  old = PackedHalf<kFormat>::of(op, old, x);
-  std::memcpy(at, &old, 4);
+  uint16_t old[kCount], more[kCount];
+  std::memcpy(old, at, sizeof old);
+  std::memcpy(more, b, sizeof more);
+  for (int i = 0; i < kCount; ++i) {
+    float x = decode(kFormat, old[i]), y = decode(kFormat, more[i]);
+    float v = op == add ? x + y : op == min ? std::fmin(x, y) : std::fmax(x, y);
+    old[i] = op == exch ? more[i] : static_cast<uint16_t>(encode(kFormat, v, Round::nearest, false));
+  }
+  std::memcpy(at, old, sizeof old);
 }
 
 // Element type of an atomic, in the low byte of Instr::use of a[5].
-constexpr Update kUpdates[] = {update<uint32_t>, update<int32_t>, update<uint64_t>, update<int64_t>, update<float>, update<double>, update_half<kF16>, update_half<kBf16>};
+constexpr Update kUpdates[] = {update<uint32_t>, update<int32_t>, update<uint64_t>, update<int64_t>, update<float>, update<double>,
+                                update_half<kF16, 2>, update_half<kBf16, 2>, update_half<kF16, 1>, update_half<kBf16, 1>};
 
 // a[0] address, a[1] old values, a[4] operation, a[5] type; lists: b elements, then c elements
 void atom(Warp& w, const Instr& in, uint32_t mask) {
   const int32_t* registers = w.program->lists.data() + in.list;
   uint32_t bytes = static_cast<uint32_t>(in.size * in.n);
-  Actor actor = w.actor();
-  actor.strong = true;
   bool has_result = in.a[1] >= 0;
   uint64_t addresses[kLanes];
   for (int l = 0; l < kLanes; ++l) addresses[l] = lane_address(w, in, in.a[0], in.kind & Kind::wide, l);
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
-    order(w, in, addresses[l], true, false);
-    uint8_t* at = place(w, Kind::space(in.kind), addresses[l], bytes, static_cast<uint32_t>(in.size), l, actor, true, true);
+    if (has_result) observe(w, in, addresses[l], 1u << l);  // `red` forms no acquire pattern
+    uint8_t* at = place(w, Kind::space(in.kind), addresses[l], bytes, static_cast<uint32_t>(in.size), l, access_actor(w, in, l), true, true);
     for (int e = 0; e < in.n; ++e) {
       uint8_t* element = at + e * in.size;
       const uint8_t* b = w.file.data() + registers[e] + l * in.size;
@@ -273,8 +318,9 @@ void atom(Warp& w, const Instr& in, uint32_t mask) {
       kUpdates[in.a[5]](in.a[4], element, b, c);
       if (has_result) std::memcpy(w.file.data() + registers[2 * in.n + e] + l * in.size, old, static_cast<size_t>(in.size));
     }
-    order(w, in, addresses[l], false, true);
+    publish(w, in, addresses[l], 1u << l, true);
   }
+  w.tick();
   w.lane = -1;
   ++w.machine->progress;
 }
@@ -283,8 +329,8 @@ void decode_atomic(Decoder& d, bool result) {
   std::string sem = d.take_one({"relaxed", "acquire", "release", "acq_rel"});
   if (sem == "acquire" || sem == "acq_rel") d.in.kind |= Kind::acquire;
   if (sem == "release" || sem == "acq_rel") d.in.kind |= Kind::release;
-  d.take_one({"cta", "cluster", "gpu", "sys"});
-  d.in.kind |= static_cast<int>(take_space(d)) | Kind::strong;
+  d.in.kind |= take_scope(d, kGpuScope) << Kind::scopes;
+  d.in.kind |= static_cast<int>(take_space(d));
   static const char* const names[] = {"add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas"};
   int op = -1;
   for (int i = 0; i < 10; ++i)
@@ -294,9 +340,9 @@ void decode_atomic(Decoder& d, bool result) {
   bool hint = d.take("L2::cache_hint");
   std::string vector = d.take_one({"v2", "v4", "v8"});
   Type t = d.type();
-  static const char* const types[] = {"u32", "s32", "u64", "s64", "f32", "f64", "f16x2", "bf16x2"};
+  static const char* const types[] = {"u32", "s32", "u64", "s64", "f32", "f64", "f16x2", "bf16x2", "f16", "bf16"};
   d.in.a[5] = -1;
-  for (int i = 0; i < 8; ++i)
+  for (int i = 0; i < 10; ++i)
     if (t.name == types[i] || (t.name == "b32" && i == 0) || (t.name == "b64" && i == 2)) d.in.a[5] = i;
   if (d.in.a[5] < 0) d.fail("type ." + t.name);
   if (t.cls == Type::real && op != add && op != min && op != max && op != exch) d.fail("operation on type ." + t.name);
@@ -322,22 +368,52 @@ void decode_atomic(Decoder& d, bool result) {
   d.in.fn = atom;
 }
 
+// ---- multimem ----
+// A multicast address names a place on every device of a group. There is one device here, so it is an address as any
+// other: a reduction over all places gives what lies there.
+void decode_multimem(Decoder& d) {
+  bool load = d.take("ld_reduce"), store = !load && d.take("st");
+  if (!load && !store && !d.take("red")) d.fail("unknown multimem operation");
+  const auto& words = d.source->opcode;
+  auto among = [&](const std::string& word, std::initializer_list<const char*> list) { return std::find(list.begin(), list.end(), word) != list.end(); };
+  std::string op, vector;
+  for (const std::string& word : words) {
+    if (among(word, {"min", "max", "add", "and", "or", "xor"})) op = word;
+    if (among(word, {"v2", "v4", "v8"})) vector = word;
+    if (word.compare(0, 6, "shared") == 0 || among(word, {"local", "param", "const"})) d.fail("multicast addresses are global");
+  }
+  const std::string& name = words.back();
+  const Type* t = find_type(name);
+  if (!t) d.fail("type ." + name + " is not supported");
+  bool real = t->cls == Type::real, half = real && name != "f32" && name != "f64";
+  int bytes = t->bytes * (vector.empty() ? 1 : vector[1] - '0');
+  if (t->bytes < (half ? 2 : 4) || bytes < 4 || bytes > 16 || (!vector.empty() && (!real || name == "f64"))) d.fail("no such vector of type ." + name);
+  bool possible = store ? op.empty()
+                  : among(op, {"and", "or", "xor"}) ? t->cls == Type::bits
+                  : op == "add" ? real || among(name, {"u32", "s32", "u64"})
+                  : real ? half && load : t->cls != Type::bits && !op.empty();
+  if (!possible) d.fail("no such reduction of type ." + name);
+  if (load) d.take(op.c_str());
+  if (load && half) d.take("acc::f32");
+  if (load || store) decode_access(d, load);
+  else decode_atomic(d, false);
+  d.in.kind |= static_cast<int>(Space::global);
+}
+
 // ---- address queries ----
+// Programs may map for lanes that will not use the address: a CTA that does not exist is a fault where it is accessed.
 template <bool kWide>
 void mapa(Warp& w, const Instr& in, uint32_t mask) {
-  const uint32_t* rank = w.reg<uint32_t>(in.a[2]);
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
-    w.lane = l;
-    if (rank[l] >= w.cta->cluster->ctas.size()) throw SimError(format("mapa to CTA %u of a cluster of %zu", rank[l], w.cta->cluster->ctas.size()));
+    uint32_t rank = std::min(w.reg<uint32_t>(in.a[2])[l], 0xffu);
     if (kWide) {
       uint64_t a = w.reg<uint64_t>(in.a[1])[l];
-      w.reg<uint64_t>(in.a[0])[l] = (a & ~static_cast<uint64_t>(0xffu << kRankShift)) | static_cast<uint64_t>(rank[l]) << kRankShift;
+      w.reg<uint64_t>(in.a[0])[l] = (a & ~static_cast<uint64_t>(0xffu << kRankShift)) | static_cast<uint64_t>(rank) << kRankShift;
     } else {
-      w.reg<uint32_t>(in.a[0])[l] = (w.reg<uint32_t>(in.a[1])[l] & kRankMask) | rank[l] << kRankShift;
+      w.reg<uint32_t>(in.a[0])[l] = (w.reg<uint32_t>(in.a[1])[l] & kRankMask) | rank << kRankShift;
     }
   }
-  w.lane = -1;
 }
 
 template <bool kWide>
@@ -365,9 +441,10 @@ void nothing(Warp&, const Instr&, uint32_t) {}
 void register_memory(OpcodeTable& table) {
   table["ld"] = [](Decoder& d) { decode_access(d, true); };
   table["ldu"] = table["ld"];
-  table["st"] = [](Decoder& d) { decode_access(d, false); };
+  table["st"] = [](Decoder& d) { d.take("async") ? decode_remote(d, false) : decode_access(d, false); };
   table["atom"] = [](Decoder& d) { decode_atomic(d, true); };
-  table["red"] = [](Decoder& d) { decode_atomic(d, false); };
+  table["red"] = [](Decoder& d) { d.take("async") ? decode_remote(d, true) : decode_atomic(d, false); };
+  table["multimem"] = decode_multimem;
   table["mapa"] = [](Decoder& d) {
     bool shared = d.take("shared::cluster");
     Type t = d.type();

@@ -1,5 +1,5 @@
 // Named barriers, cluster barriers, mbarriers and fences.
-#include "sync.h"
+#include "async.h"
 
 namespace ptxsim {
 
@@ -10,8 +10,8 @@ void complete_phase(Machine& machine, Mbarrier& b) {
   ++b.phase;
   b.pending = b.expected;
   b.completed.join(b.arriving);
-  b.arriving = Clock();
-  b.completed.see(b.agent, b.phase, true);
+  b.arriving = Clock(b.completed.cluster);
+  b.completed.seen.see(b.agent, b.phase);
   ++machine.progress;
   std::vector<Warp*> waiters;
   waiters.swap(b.waiters);
@@ -50,7 +50,8 @@ SharedPlace mbarrier_place(Warp& w, uint64_t address, Space space) {
 Mbarrier& find_mbarrier(Warp& w, SharedPlace place) {
   auto it = place.cta->mbarriers.find(place.address);
   if (it == place.cta->mbarriers.end()) throw SimError(format("mbarrier: no initialised mbarrier at shared address 0x%x", place.address));
-  if (!w.clock.has_seen(it->second.initialized_by) && w.machine->checking(kMbarrier))
+  const Mbarrier& b = it->second;
+  if (!w.actor(w.lane).knows(b.initialized_by, b.initializer) && w.machine->checking(kMbarrier))
     throw SimError(format("mbarrier: the initialisation at shared address 0x%x is not ordered before this use", place.address));
   return it->second;
 }
@@ -72,7 +73,10 @@ namespace {
 // ---- mbarrier ----
 enum Mbar { init, inval, arrive, arrive_drop, expect_tx, complete_tx, test_wait, try_wait };
 struct Kind {
-  static constexpr int wide = 4, relaxed = 8, expecting = 16, parity = 32, no_complete = 64;
+  static constexpr int wide = 4, relaxed = 8, expecting = 16, parity = 32, no_complete = 64, scopes = 8;  // Scope << scopes
+  static Scope scope(int kind) { return static_cast<Scope>(kind >> scopes & 3); }
+  // What mbarrier.arrive returns: the phase, above it the arrivals that were pending, and whether it was a .noComplete.
+  static constexpr int state_pending = 32, state_no_complete = 63;
   static Space space(int kind) { return static_cast<Space>(kind & 3); }
 };
 
@@ -82,10 +86,10 @@ SharedPlace lane_place(Warp& w, const Instr& in, int lane) {
 }
 
 void mbar_init(Warp& w, const Instr& in, uint32_t mask) {
-  Actor actor = w.actor();
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     SharedPlace p = lane_place(w, in, l);
+    Actor actor = w.actor(l);
     uint32_t count = w.reg<uint32_t>(in.a[2])[l];
     if (count == 0 || count > kMaxCount) throw SimError(format("mbarrier: arrival count %u", count));
     if (p.cta->mbarriers.count(p.address) && w.machine->checking(kMbarrier))
@@ -97,8 +101,10 @@ void mbar_init(Warp& w, const Instr& in, uint32_t mask) {
     b.expected = count;
     b.pending = count;
     auto old = p.cta->mbarriers.find(p.address);
-    b.agent = old != p.cta->mbarriers.end() ? old->second.agent : p.cta->cluster->agents.add(format("the mbarrier at 0x%x", p.address), true);
+    b.agent = old != p.cta->mbarriers.end() ? old->second.agent : p.cta->cluster->agents->add(format("the mbarrier at 0x%x", p.address), true, p.cta->rank);
     b.initialized_by = actor.tag;
+    b.initializer = actor.lanes;
+    b.arriving = b.completed = Clock(p.cta->cluster->number);
     p.cta->mbarriers[p.address] = b;
   }
   w.lane = -1;
@@ -117,19 +123,34 @@ void mbar_inval(Warp& w, const Instr& in, uint32_t mask) {
 
 // in.n: the Mbar that this is
 void mbar_arrive(Warp& w, const Instr& in, uint32_t mask) {
-  bool released = false;
+  bool arrives = in.n == arrive || in.n == arrive_drop;
+  uint32_t released = 0;  // lanes
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     SharedPlace p = lane_place(w, in, l);
     Mbarrier& b = find_mbarrier(w, p);
+    note_visit(w, l, *p.cta, w.actor(l));
+    if (arrives && !(released >> l & 1)) {
+      // Lanes that arrive together release together.
+      uint32_t together = 1u << l;
+      for (uint32_t rest = m & (m - 1); rest; rest &= rest - 1) {
+        int other = __builtin_ctz(rest);
+        SharedPlace q = lane_place(w, in, other);
+        if (q.cta == p.cta && q.address == p.address) together |= 1u << other;
+      }
+      w.lane = l;
+      if (in.kind & Kind::relaxed) w.release_relaxed(together, Kind::scope(in.kind), b.arriving);
+      else w.release(together, b.arriving);
+      released |= together;
+    }
     uint32_t operand = in.a[2] >= 0 ? w.reg<uint32_t>(in.a[2])[l] : 1;
-    if (in.a[0] >= 0) w.reg<uint64_t>(in.a[0])[l] = b.phase;
+    if (in.a[0] >= 0) {
+      if (p.cta != w.cta) throw SimError("mbarrier: an arrival at another CTA's mbarrier returns no state");
+      w.reg<uint64_t>(in.a[0])[l] = b.phase | static_cast<uint64_t>(b.pending) << Kind::state_pending | static_cast<uint64_t>((in.kind & Kind::no_complete) != 0) << Kind::state_no_complete;
+    }
     if (in.n == expect_tx || in.kind & Kind::expecting) b.transactions += operand;
     if (in.n == complete_tx) b.transactions -= operand;
-    if (in.n == arrive || in.n == arrive_drop) {
-      bool release = !(in.kind & Kind::relaxed);
-      b.arriving.join(release ? w.clock : w.fence_release);
-      released |= release;
+    if (arrives) {
       uint32_t count = in.kind & Kind::expecting ? 1 : operand;
       b.pending -= count;
       if (in.n == arrive_drop) b.expected -= count;
@@ -139,9 +160,14 @@ void mbar_arrive(Warp& w, const Instr& in, uint32_t mask) {
       throw SimError(format("mbarrier: arrive.noComplete at 0x%x completes the phase", p.address));
     complete_phase(*w.machine, b);
   }
-  if (released) w.tick();
+  if (arrives) w.tick();
   w.lane = -1;
   ++w.machine->progress;
+}
+
+void take_in(Warp& w, const Instr& in, uint32_t mask, const Mbarrier& b) {
+  if (in.kind & Kind::relaxed) w.acquire_relaxed(mask, Kind::scope(in.kind), b.completed);
+  else w.acquire(mask, b.completed);
 }
 
 void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
@@ -160,15 +186,15 @@ void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
     if (in.kind & Kind::parity) {
       complete = (b.phase & 1) != (w.reg<uint32_t>(in.a[2])[l] & 1);
     } else {
-      uint64_t state = w.reg<uint64_t>(in.a[2])[l];
+      uint32_t state = static_cast<uint32_t>(w.reg<uint64_t>(in.a[2])[l]);
       if (w.machine->checking(kMbarrier) && state + 1 < b.phase) throw SimError(format("mbarrier: state of a phase that is long over at 0x%x", address));
       complete = state != b.phase;
     }
-    if (complete) {
-      done |= 1u << l;
-      if (!(in.kind & Kind::relaxed)) w.clock.join(b.completed);
-    }
+    if (!complete) continue;
+    done |= 1u << l;
+    if (!one) take_in(w, in, 1u << l, b);
   }
+  if (one && done) take_in(w, in, done, *only);
   w.lane = -1;
   bool repeated = w.cur.failed_at == w.at, polled = w.cur.polled;
   w.cur.polled = false;
@@ -182,7 +208,26 @@ void mbar_wait(Warp& w, const Instr& in, uint32_t mask) {
   w.put_pred(in.a[0], done, mask);
 }
 
+void mbar_pending_count(Warp& w, const Instr& in, uint32_t mask) {
+  uint32_t t[kLanes] = {};
+  for (uint32_t m = mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    uint64_t state = w.reg<uint64_t>(in.a[1])[l];
+    if (!(state >> Kind::state_no_complete) && w.machine->checking(kMbarrier)) throw SimError("mbarrier: pending_count of a state that no .noComplete arrival returned");
+    t[l] = static_cast<uint32_t>(state >> Kind::state_pending) & kMaxCount;
+  }
+  w.put(in.a[0], t, mask);
+}
+
 void decode_mbarrier(Decoder& d) {
+  if (d.take("pending_count")) {
+    if (d.type().name != "b64") d.fail("unknown type");
+    d.expect(2, 2);
+    d.in.a[0] = d.destination(0, 4);
+    d.in.a[1] = d.source_slot(1, *find_type("b64"));
+    d.in.fn = mbar_pending_count;
+    return;
+  }
   static const char* const names[] = {"init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait"};
   int op = -1;
   for (int i = 0; i < 8; ++i) {
@@ -198,7 +243,10 @@ void decode_mbarrier(Decoder& d) {
   if (d.take("parity")) d.in.kind |= Kind::parity;
   std::string sem = d.take_one({"release", "acquire", "relaxed"});
   if (sem == "relaxed") d.in.kind |= Kind::relaxed;
-  d.take_one({"cta", "cluster"});
+  std::string scope = d.take_one({"cta", "cluster"});
+  if (scope.empty() != sem.empty()) d.fail("order and scope come together");
+  if (sem == (op >= test_wait ? "release" : "acquire")) d.fail("`." + sem + "` has no meaning here");
+  d.in.kind |= (scope == "cluster" ? kClusterScope : kCtaScope) << Kind::scopes;
   d.in.kind |= static_cast<int>(take_space(d));
   Type t = d.type();
   if (t.name != "b64") d.fail("type ." + t.name);
@@ -273,7 +321,7 @@ void finish_barrier(Cta& cta, NamedBarrier& b) {
         w->put_pred(in.a[0], (in.n == red_and ? b.votes == expected : b.votes > 0) ? kFullMask : 0, mask);
       }
     }
-    w->clock.join(b.clock);
+    w->acquire(w->live, b.clock);
     w->wake();
   }
   ++cta.cluster->machine->progress;
@@ -300,7 +348,8 @@ void bar(Warp& w, const Instr& in, uint32_t mask) {
     uint32_t p = w.pred(in.a[3]);
     b.votes += static_cast<uint32_t>(__builtin_popcount((in.kind ? ~p : p) & mask));
   }
-  b.clock.join(w.clock);
+  w.sync(w.live);
+  w.release(w.live, b.clock);
   w.tick();
   ++w.machine->progress;
   if (in.n != bar_arrive) {
@@ -332,8 +381,9 @@ void cluster_arrive(Warp& w, const Instr& in, uint32_t) {
   Cluster& c = *w.cta->cluster;
   if (c.arrived_phase.count(&w) && w.machine->checking(kBarrier)) throw SimError("barrier: barrier.cluster.arrive twice without a wait");
   c.arrived_phase[&w] = c.phase;
-  c.arriving.join(in.kind ? w.fence_release : w.clock);
-  if (!in.kind) w.tick();
+  if (in.kind) w.release_relaxed(w.live, kClusterScope, c.arriving);
+  else w.release(w.live, c.arriving);
+  w.tick();
   ++c.arrived;
   ++w.machine->progress;
   finish_cluster_barrier(c);
@@ -351,10 +401,13 @@ void cluster_wait(Warp& w, const Instr&, uint32_t) {
     return;
   }
   c.arrived_phase.erase(it);
-  w.clock.join(c.completed);
+  w.acquire(w.live, c.completed);
 }
 
-void warp_sync(Warp& w, const Instr& in, uint32_t mask) { w.converged(w.reg<uint32_t>(in.a[1])[__builtin_ctz(mask)]); }
+void warp_sync(Warp& w, const Instr& in, uint32_t mask) {
+  uint32_t members = w.reg<uint32_t>(in.a[1])[__builtin_ctz(mask)];
+  if (w.converged(members)) w.sync(members & w.live);
+}
 
 void decode_barrier(Decoder& d) {
   const Type& u32 = *find_type("u32");
@@ -403,15 +456,15 @@ void decode_barrier(Decoder& d) {
 }
 
 // ---- fences ----
-void fence(Warp& w, const Instr&, uint32_t) {
-  w.clock.join(w.fence_acquire);
-  w.fence_release = w.clock;
-  w.tick();
-}
+void fence(Warp& w, const Instr& in, uint32_t mask) { w.fence(mask, static_cast<Scope>(in.kind)); }
 
-void fence_proxy_async(Warp& w, const Instr&, uint32_t) {
-  w.clock.fenced = w.clock.seen;
-  w.tick();  // what the warp writes from now on is not covered
+enum ProxySpaces { proxy_shared = 1, proxy_global = 2 };
+void fence_proxy_async(Warp& w, const Instr& in, uint32_t mask) { w.fence_proxy_async(mask, in.kind & proxy_shared, in.kind & proxy_global); }
+
+// One direction alone, but also a fence for what synchronises with relaxed operations.
+void fence_async_generic(Warp& w, const Instr&, uint32_t mask) {
+  w.fence(mask, kClusterScope);
+  w.fence_proxy_async(mask, true, false);
 }
 
 void nothing(Warp&, const Instr&, uint32_t) {}
@@ -425,25 +478,32 @@ void decode_fence(Decoder& d) {
       d.take_one({"acquire", "release"});
       if (d.take("sync_restrict::shared::cta") || d.take("sync_restrict::shared::cluster")) d.fail("restricted proxy fence");
       d.expect(0, 0);
-      d.in.fn = space.find("global") == std::string::npos ? fence_proxy_async : nothing;
+      d.in.kind = space.empty() ? proxy_shared | proxy_global : space.find("global") == std::string::npos ? proxy_shared : proxy_global;
+      d.in.fn = fence_proxy_async;
       return;
     }
-    if (d.take("alias")) { d.expect(0, 0); d.in.fn = fence; return; }
-    // Tensor maps are read when a copy takes effect, so there is no cache to order.
-    if (!d.take("tensormap::generic")) d.fail("unknown proxy");
-    d.take_one({"acquire", "release"});
-    d.take_one({"cta", "cluster", "gpu", "sys"});
-    d.in.fn = nothing;
-    return;
+    if (d.take("alias")) { d.expect(0, 0); d.in.fn = nothing; return; }  // addresses have no aliases here
+    if (d.take("tensormap::generic")) return decode_tensormap_fence(d);
+    if (d.take("async::generic")) {
+      std::string order = d.take_one({"acquire", "release"});
+      std::string restriction = d.take_one({"sync_restrict::shared::cta", "sync_restrict::shared::cluster"});
+      if (restriction != (order == "release" ? "sync_restrict::shared::cta" : "sync_restrict::shared::cluster") || !d.take("cluster")) d.fail("unknown form");
+      d.expect(0, 0);
+      d.in.fn = fence_async_generic;
+      return;
+    }
+    d.fail("unknown proxy");
   }
   if (d.take("mbarrier_init")) {
     if (!d.take("release") || !d.take("cluster")) d.fail("unknown form");
     d.expect(0, 0);
+    d.in.kind = kClusterScope;
     d.in.fn = fence;
     return;
   }
   d.take_one({"sc", "acq_rel", "acquire", "release"});
-  if (std::string(d.take_one({"cta", "cluster", "gpu", "sys"})).empty()) d.fail("no known scope");
+  d.in.kind = take_scope(d, kNoScope);
+  if (!d.in.kind) d.fail("no known scope");
   d.expect(0, 0);
   d.in.fn = fence;
 }
@@ -463,7 +523,7 @@ void register_sync(OpcodeTable& table) {
   table["fence"] = decode_fence;
   table["membar"] = [](Decoder& d) {
     if (d.source->opcode.size() > 1 && d.source->opcode[1] == "proxy") d.fail("unknown form");
-    d.take_one({"cta", "gl", "sys"});
+    d.in.kind = std::string(d.take_one({"cta", "gl", "sys"})) == "cta" ? kCtaScope : kGpuScope;
     d.expect(0, 0);
     d.in.fn = fence;
   };

@@ -110,6 +110,7 @@ class Parser {
       else if (word == ".file" || word == ".section") fail("debug information: compile without -lineinfo");
       else if (word == ".visible" || word == ".extern" || word == ".weak" || word == ".common") next();
       else if (word == ".entry") function();
+      else if (word == ".func") device_function();
       else if (word == ".shared" || word == ".global" || word == ".const") module_.variables.push_back(variable());
       else fail("unexpected `" + word + "` at module scope");
     }
@@ -136,7 +137,7 @@ class Parser {
   Symbol variable() {
     Symbol s;
     std::string space = next().value;
-    s.space = space == ".shared" ? Symbol::shared : space == ".local" ? Symbol::local : space == ".global" ? Symbol::global : Symbol::constant;
+    s.space = space == ".shared" ? Symbol::shared : space == ".local" || space == ".param" ? Symbol::local : space == ".global" ? Symbol::global : Symbol::constant;
     int element = -1;
     while (peek().value[0] == '.') {
       std::string word = next().value;
@@ -144,7 +145,7 @@ class Parser {
       else if ((element = type_bytes(word)) < 0) fail("unknown variable attribute `" + word + "`");
     }
     if (element <= 0) fail("variable without a type");
-    s.align = std::max<uint64_t>(s.align, 1);
+    s.align = std::max<uint64_t>(s.align, static_cast<uint64_t>(element));
     s.name = next().value;
     uint64_t count = 1;
     while (accept("[")) {
@@ -168,7 +169,14 @@ class Parser {
     fn_.line = next().line;
     fn_.name = next().value;
     if (accept("(")) {
-      while (!accept(")")) { parameter(); accept(","); }
+      while (!accept(")")) {
+        Symbol p = parameter();
+        fn_.param_bytes = (fn_.param_bytes + p.align - 1) / p.align * p.align;
+        p.offset = fn_.param_bytes;
+        fn_.param_bytes += p.bytes;
+        fn_.params.push_back(p);
+        accept(",");
+      }
     }
     while (peek().value != "{") {
       std::string word = next().value;
@@ -187,7 +195,44 @@ class Parser {
     module_.functions.push_back(std::move(fn_));
   }
 
-  void parameter() {
+  // `.func (returns) name (arguments) { ... }`; without a body it only declares, and is forgotten.
+  void device_function() {
+    fn_ = Function();
+    fn_.line = next().line;
+    scopes_.emplace_back();
+    auto formals = [&](std::vector<Operand>& list) {
+      while (!accept(")")) { list.push_back(formal()); accept(","); }
+    };
+    if (accept("(")) formals(fn_.returns);
+    fn_.name = next().value;
+    if (accept("(")) formals(fn_.arguments);
+    accept(".noreturn");
+    if (accept(";")) {
+      scopes_.pop_back();
+      return;
+    }
+    scope();
+    close_scope();
+    module_.device_functions.push_back(std::move(fn_));
+  }
+
+  Operand formal() {
+    Operand o;
+    if (accept(".reg")) {
+      int bytes = type_bytes(next().value);
+      if (bytes < 0) fail("unknown register type");
+      o.kind = Operand::reg;
+      o.index = declare(next().value, bytes);
+      return o;
+    }
+    Symbol p = parameter();
+    p.space = Symbol::local;
+    o.kind = Operand::symbol;
+    o.name = declare(std::move(p));
+    return o;
+  }
+
+  Symbol parameter() {
     expect(".param");
     Symbol p;
     p.space = Symbol::param;
@@ -203,16 +248,14 @@ class Parser {
     p.bytes = static_cast<uint64_t>(element);
     p.align = std::max<uint64_t>(p.align, p.bytes);
     if (accept("[")) { p.bytes *= static_cast<uint64_t>(integer()); expect("]"); }
-    fn_.param_bytes = (fn_.param_bytes + p.align - 1) / p.align * p.align;
-    p.offset = fn_.param_bytes;
-    fn_.param_bytes += p.bytes;
-    fn_.params.push_back(p);
+    return p;
   }
 
   struct Pending { size_t statement, operand; std::string name; int line; };
   struct Scope {
     std::map<std::string, int> registers;
     std::map<std::string, int> labels;
+    std::map<std::string, std::string> variables;  // name there to name in the function, where it stands once
     std::vector<Pending> pending;
   };
 
@@ -224,7 +267,8 @@ class Parser {
       if (t.kind == Token::end) fail("`}` is missing");
       if (t.value == "{") scope();
       else if (t.value == ".reg") registers();
-      else if (t.value == ".shared" || t.value == ".local") fn_.variables.push_back(variable());
+      else if (t.value == ".shared" || t.value == ".local" || t.value == ".param") declare(variable());
+      else if (t.value == ".callprototype" || t.value == ".calltargets") { while (!accept(";")) next(); }  // of indirect calls, which are refused
       else if (t.value == ".pragma") { next(); next(); expect(";"); }
       else if (t.value == ".loc") fail("debug information: compile without -lineinfo");
       else if (peek(1).value == ":" && t.kind == Token::word) {
@@ -233,6 +277,10 @@ class Parser {
       } else if (t.value == ";") next();
       else statement();
     }
+    close_scope();
+  }
+
+  void close_scope() {
     Scope closed = std::move(scopes_.back());
     scopes_.pop_back();
     for (Pending& p : closed.pending) {
@@ -261,9 +309,21 @@ class Parser {
     expect(";");
   }
 
-  void declare(const std::string& name, int bytes) {
-    scopes_.back().registers[name] = static_cast<int>(fn_.registers.size());
+  int declare(const std::string& name, int bytes) {
+    int number = static_cast<int>(fn_.registers.size());
+    scopes_.back().registers[name] = number;
     fn_.registers.push_back({name, bytes});
+    return number;
+  }
+
+  // Scopes that follow one another may use the same name.
+  const std::string& declare(Symbol s) {
+    std::string& unique = scopes_.back().variables[s.name];
+    unique = s.name;
+    while (find_symbol(unique)) unique += "'";
+    s.name = unique;
+    fn_.variables.push_back(std::move(s));
+    return unique;
   }
 
   int find_register(const std::string& name) const {
@@ -274,7 +334,13 @@ class Parser {
     return -1;
   }
 
-  const Symbol* find_symbol(const std::string& name) const {
+  const Symbol* find_symbol(std::string name) const {
+    for (size_t i = scopes_.size(); i-- > 0;) {
+      auto it = scopes_[i].variables.find(name);
+      if (it == scopes_[i].variables.end()) continue;
+      name = it->second;
+      break;
+    }
     for (const auto* list : {&fn_.params, &fn_.variables, static_cast<const std::vector<Symbol>*>(&module_.variables)})
       for (const Symbol& s : *list)
         if (s.name == name) return &s;
@@ -292,9 +358,13 @@ class Parser {
     }
     const Token& op = next();
     if (op.kind != Token::word) throw SimError(format("PTX line %d: expected an instruction, found `%s`", op.line, op.value.c_str()));
-    split(op.value, st.opcode);
+    if (op.value == ".branchtargets") st.opcode.push_back(op.value);
+    else split(op.value, st.opcode);
     while (peek().value[0] == '.' && peek().kind == Token::word && peek().begin == tokens_[at_ - 1].stop) split(next().value.substr(1), st.opcode);
-    if (!accept(";")) {
+    if (st.opcode[0] == "call") {
+      call_operands(st.operands);
+      expect(";");
+    } else if (!accept(";")) {
       do {
         st.operands.push_back(operand());
         const Operand& o = st.operands.back();
@@ -304,7 +374,37 @@ class Parser {
     }
     st.text = source_.substr(begin, tokens_[at_ - 1].stop - begin);
     if (st.text.size() > 240) st.text = st.text.substr(0, 240) + "...";
+    // Parameters of device functions, and of calls, live in local memory.
+    for (const Operand& o : st.operands)
+      if (o.kind == Operand::address && o.items[0].kind == Operand::symbol && find_symbol(o.items[0].name)->space == Symbol::local)
+        for (std::string& m : st.opcode)
+          if (m == "param" || m == "param::func") m = "local";
     fn_.statements.push_back(std::move(st));
+  }
+
+  // `(returns), function, (arguments), prototype`: always a vector, the function and a vector, and a fourth if there is one.
+  void call_operands(std::vector<Operand>& operands) {
+    auto list = [&] {
+      Operand o;
+      o.kind = Operand::vector;
+      if (!accept("(") || accept(")")) return o;
+      do o.items.push_back(operand()); while (accept(","));
+      expect(")");
+      return o;
+    };
+    operands.push_back(list());
+    accept(",");
+    Operand function;
+    function.kind = Operand::symbol;
+    function.name = next().value;
+    if ((function.index = find_register(function.name)) >= 0) function.kind = Operand::reg;
+    operands.push_back(function);
+    bool more = accept(",");
+    operands.push_back(list());
+    if ((more && accept(",")) || (more && peek().value != ";")) {
+      function.name = next().value;
+      operands.push_back(function);
+    }
   }
 
   // Splits at single dots: `a.b::c.d` -> a, b::c, d.
@@ -409,6 +509,10 @@ class Parser {
 
 }  // namespace
 
-Module parse(const std::string& text) { return Parser(text).run(); }
+Module parse(const std::string& text) {
+  Module module = Parser(text).run();
+  inline_calls(module);
+  return module;
+}
 
 }  // namespace ptxsim

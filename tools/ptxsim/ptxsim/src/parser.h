@@ -62,22 +62,28 @@ struct Function {
   std::string name;
   std::vector<Symbol> params;
   std::vector<Register> registers;
-  std::vector<Symbol> variables;  // .shared and .local declared in the body
+  std::vector<Symbol> variables;  // .shared and .local declared in the body, and .param, which is local memory there
   std::vector<Statement> statements;
   uint32_t required_threads[3] = {0, 0, 0};  // .reqntid
   uint32_t max_threads[3] = {0, 0, 0};       // .maxntid
   uint32_t required_cluster[3] = {0, 0, 0};  // .reqnctapercluster
   uint64_t param_bytes = 0;
   int line = 0;
+  // Of a device function (.func): its formal parameters, registers or names of variables.
+  std::vector<Operand> returns, arguments;
 };
 
 struct Module {
   std::string target;
   std::vector<Symbol> variables;  // module scope
-  std::vector<Function> functions;
+  std::vector<Function> functions;         // kernels
+  std::vector<Function> device_functions;  // with a body
   uint64_t dynamic_shared = 0;    // address at which dynamic shared memory starts; set by place_variables
   const Function* find(const std::string& name) const;
 };
+
+// Puts the bodies of device functions where they are called. Calls that have none, or are recursive, stay as they are.
+void inline_calls(Module& module);
 
 // Throws SimError naming the line on anything it can not read.
 Module parse(const std::string& text);

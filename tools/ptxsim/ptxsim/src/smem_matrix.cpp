@@ -1,6 +1,7 @@
 #include "smem_matrix.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "numeric.h"
 #include "tensor_map.h"
@@ -62,14 +63,13 @@ namespace {
 
 const Format& narrow_format(Element type) { return type == Element::e2m3 ? kE2m3 : type == Element::e3m2 ? kE3m2 : kE2m1; }
 
-// Element `e`, of `bits` bits, of those that follow one another from `from` on.
+}  // namespace
+
 uint32_t element_at(const uint8_t* from, uint32_t e, uint32_t bits) {
   uint32_t at = e * bits, both = from[at / 8];
   if (at % 8 + bits > 8) both |= static_cast<uint32_t>(from[at / 8 + 1]) << 8;
   return both >> at % 8 & ((1u << bits) - 1);
 }
-
-}  // namespace
 
 void decode_containers(Element type, const uint8_t* from, uint32_t bytes, float* to) {
   if (!is_padded(type)) return decode_elements(type, from, bytes, to);
@@ -99,6 +99,8 @@ void decode_elements(Element type, const uint8_t* from, uint32_t bytes, float* t
       case Element::bf16: to[e] = bf16_to_float(static_cast<uint16_t>(bits)); break;
       case Element::e4m3: to[e] = e4m3[bits]; break;
       case Element::e5m2: to[e] = e5m2[bits]; break;
+      case Element::s8: to[e] = static_cast<int8_t>(bits); break;
+      case Element::u8: to[e] = static_cast<float>(bits); break;
       default: to[e] = from_bits(bits & ~0x1fffu); break;  // tf32
     }
   }
@@ -143,6 +145,40 @@ void multiply(float* d, const float* a, const float* b, uint32_t m, uint32_t n, 
       for (uint32_t j = 0; j < n; ++j) row[j] += x * y[j];
     }
   }
+}
+
+void multiply_fused(float* d, const float* a, const float* b, uint32_t m, uint32_t n, uint32_t k, const Fusion& fusion) {
+  constexpr int kLeast = -126;  // of float32, and the exponent of zero
+  auto exponents = [](const float* x, uint32_t count, int least) {
+    std::vector<int> e(count);
+    for (uint32_t i = 0; i < count; ++i) e[i] = x[i] == 0 || !std::isfinite(x[i]) ? kLeast : std::max(std::ilogb(x[i]), least);
+    return e;
+  };
+  const int least = fusion.half ? -14 : kLeast, kept = fusion.half ? 10 : std::min(23, fusion.fraction);
+  std::vector<int> ea = exponents(a, m * k, fusion.least_a), eb = exponents(b, k * n, fusion.least_b), ed = exponents(d, m * n, least);
+  for (uint32_t i = 0; i < m; ++i)
+    for (uint32_t j = 0; j < n; ++j) {
+      float& sum = d[i * n + j];
+      double plain = sum;
+      int top = ed[i * n + j];
+      for (uint32_t kk = 0; kk < k; ++kk) {
+        plain += double{a[i * k + kk]} * b[kk * n + j];
+        top = std::max(top, ea[i * k + kk] + eb[kk * n + j]);
+      }
+      if (!std::isfinite(plain)) {
+        sum = static_cast<float>(plain);
+        continue;
+      }
+      double unit = std::ldexp(1.0, top - fusion.fraction), total = std::trunc(sum / unit);
+      for (uint32_t kk = 0; kk < k; ++kk) total += std::trunc(double{a[i * k + kk]} * b[kk * n + j] / unit);
+      total *= unit;
+      if (total == 0) {
+        sum = 0;
+        continue;
+      }
+      double last = std::ldexp(1.0, std::max(std::ilogb(total), least) - kept);
+      sum = static_cast<float>((fusion.half ? std::nearbyint(total / last) : std::trunc(total / last)) * last);
+    }
 }
 
 void multiply_scaled(float* d, const float* a, const float* b, const float* scale_a, const float* scale_b, uint32_t m, uint32_t n, uint32_t k, uint32_t blocks) {

@@ -1,7 +1,8 @@
 // tcgen05: allocation of tensor memory, loads and stores, mma, cp, commit, waits.
 //
-// Operations of the tensor core issued by one warp (mma, cp, commit) take effect in order, some time after they were
-// issued; so do a warp's tcgen05.ld and .st. tcgen05.fence orders nothing here that barriers and mbarriers do not.
+// Operations of the tensor core (mma, cp, commit) take effect some time after they were issued. Those of one thread
+// follow one another only in the pairs that the ISA lists (9.7.16.6.2); unless `tensor_order` is off, others may
+// overtake. Loads and stores are ordered by waits alone, though the reader of a loaded register waits for that load.
 #include "tcgen05.h"
 
 #include <algorithm>
@@ -36,33 +37,65 @@ uint32_t* tensor_words(Cta& cta, uint32_t lane, uint32_t column, uint32_t column
   return reinterpret_cast<uint32_t*>(tensor_memory(cta).at(tensor_place(cta, lane, column, columns), columns * 4, 4));
 }
 
-// ---- pipelines ----
-void schedule(Warp& w, Pipeline& p) {
-  if (p.scheduled || p.operations.empty()) return;
-  p.scheduled = true;
-  w.machine->issue(w, p.operations.front().at, [&w, &p] {
-    auto effect = std::move(p.operations.front().effect);
-    p.operations.pop_front();
-    effect();
-    p.scheduled = false;
-    w.wake_from_tensor_wait();
-    schedule(w, p);
-  });
+// ---- the order of operations ----
+// What an operation of the tensor core is to those after it; products add their accumulator and shape.
+enum Operation : uint64_t { op_commit, op_cp, op_mma };
+uint64_t product_key(uint32_t d, uint32_t shape) { return op_mma | static_cast<uint64_t>(d) << 2 | static_cast<uint64_t>(shape) << 34; }
+
+// The pairs that the ISA orders, of one thread's operations.
+bool in_order(uint64_t first, uint64_t second) { return ((first & 3) == op_mma && first == second) || ((first & 3) == op_cp && (second & 3) == op_mma); }
+
+void schedule(Warp& w, TensorCore& core) {
+  bool strict = !w.machine->checking(kTensorOrder);
+  for (size_t i = 0; i < core.operations.size(); ++i) {
+    TensorCore::Operation& op = core.operations[i];
+    if (op.scheduled) continue;
+    bool held = false;
+    for (size_t k = 0; k < i && !held; ++k) {
+      uint64_t earlier = core.operations[k].key;
+      held = strict || op.key == op_commit || earlier == op_commit || in_order(earlier, op.key);
+    }
+    if (held) continue;
+    op.scheduled = true;
+    w.machine->issue(w, op.at, [&w, &core, number = op.number] {
+      auto it = std::find_if(core.operations.begin(), core.operations.end(), [&](auto& o) { return o.number == number; });
+      auto effect = std::move(it->effect);
+      core.operations.erase(it);
+      effect();
+      schedule(w, core);
+    });
+  }
 }
 
-void push(Warp& w, Pipeline& p, std::function<void()> effect) {
-  p.operations.push_back({w.at, std::move(effect)});
+void push(Warp& w, TensorCore& core, uint64_t key, std::function<void()> effect) {
+  core.operations.push_back({w.machine->next_number++, w.at, key, false, std::move(effect)});
   ++w.machine->progress;
-  schedule(w, p);
+  schedule(w, core);
 }
 
-Actor pipeline_actor(Warp& w, Pipeline& p, const char* what) {
-  if (!p.agent) p.agent = w.cta->cluster->agents.add(format("%s of warp %d", what, w.index), true);
-  Actor a{epoch(p.agent, p.mark), &w.clock, true, false, w.line(), true};
+// An operation of the tensor core that a lane issues.
+struct CoreActor : Actor {
+  std::vector<uint32_t> in_order_after;
+  CoreActor(Warp& w, int lane, uint64_t key) : Actor(w.actor(lane)) {
+    auto& agents = w.core_agents;
+    if (!agents.count(key)) agents[key] = w.cta->cluster->agents->add(format("tcgen05 operations of warp %d", w.index), true, w.cta->rank, w.agent);
+    for (auto& [other, agent] : agents)
+      if (in_order(other, key)) in_order_after.push_back(agent);
+    tag = epoch(agents[key], w.tensor_core[lane].mark);
+    async_proxy = true;
+    ordered = &w.set_of(lane).ordered;
+    follows = &in_order_after;
+  }
+  CoreActor(const CoreActor&) = delete;
+};
+
+Actor access_actor(Warp& w, TensorAccesses& accesses, const char* what) {
+  if (!accesses.agent) accesses.agent = w.cta->cluster->agents->add(format("%s of warp %d", what, w.index), true, w.cta->rank);
+  Actor a = w.collective_actor();
+  a.tag = epoch(accesses.agent, accesses.mark);
+  a.async_proxy = true;
   return a;
 }
-
-Actor core_actor(Warp& w) { return pipeline_actor(w, w.tensor_core, "tcgen05 operations"); }
 
 uint32_t uniform(Warp& w, Slot slot, uint32_t mask, const char* what) {
   const uint32_t* v = w.reg<uint32_t>(slot);
@@ -86,7 +119,7 @@ void alloc(Warp& w, const Instr& in, uint32_t mask) {
   if (in.kind & 1) resolve(Space::generic, address);
   SharedPlace to = shared_place(w, static_cast<uint32_t>(address));
   uint8_t* place = to.cta->shared->at(to.address, 4, 4);
-  if (!t.memory) t.memory = std::make_unique<TrackedMemory>("tensor", kTensorBounds, 0, kTensorLanes * kLaneBytes, &w.cta->cluster->agents, w.machine->launch.checks);
+  if (!t.memory) t.memory = std::make_unique<TrackedMemory>("tensor", kTensorBounds, 0, kTensorLanes * kLaneBytes, 4, &w.machine->stream.clusters, w.cta->cluster->number, w.machine->launch.checks);
   uint32_t units = columns / kAllocationColumns;
   for (uint32_t first = 0; first + units <= kTensorColumns / kAllocationColumns; ++first) {
     bool free = true;
@@ -95,13 +128,29 @@ void alloc(Warp& w, const Instr& in, uint32_t mask) {
     for (uint32_t u = first; u < first + units; ++u) t.allocated[u] = 1;
     t.allocated[first] = columns;
     uint32_t result = first * kAllocationColumns;
-    to.cta->shared->note_write(to.address, 4, w.actor());
+    to.cta->shared->note_write(to.address, 4, w.collective_actor());
     std::memcpy(place, &result, 4);
     ++w.machine->progress;
     return;
   }
   w.retry();
   w.wait(describe_alloc, columns);
+}
+
+// Memory that is freed must be out of use, and its content goes.
+void check_quiet(Warp& w, uint32_t column, uint32_t columns) {
+  TrackedMemory& tensor = tensor_memory(*w.cta);
+  Actor actor = w.collective_actor();
+  actor.ordered = nullptr;  // that it is complete is enough
+  for (uint32_t lane = 0; lane < kTensorLanes; ++lane) {
+    uint32_t place = tensor_place(*w.cta, lane, column, columns);
+    try {
+      tensor.note_write(place, columns * 4, actor);
+    } catch (const SimError& e) {
+      throw SimError(std::string(e.what()) + ", which is freed here");
+    }
+    tensor.forget(place, columns * 4);
+  }
 }
 
 void dealloc(Warp& w, const Instr& in, uint32_t mask) {
@@ -111,6 +160,7 @@ void dealloc(Warp& w, const Instr& in, uint32_t mask) {
   uint32_t first = (address & 0xffff) / kAllocationColumns;
   if (address >> 16 || address % kAllocationColumns || first >= kTensorColumns / kAllocationColumns || t.allocated[first] != columns)
     throw SimError(format("tensor_bounds: no allocation of %u columns at 0x%x", columns, address));
+  check_quiet(w, address, columns);
   for (uint32_t u = first; u < first + columns / kAllocationColumns; ++u) t.allocated[u] = 0;
   ++w.machine->progress;
   for (auto& warp : w.cta->warps)
@@ -152,6 +202,15 @@ struct Access {
         f(l, r, lane + dl, column + dc);
       }
   }
+  template <class F>
+  void note(F f) const {  // f(address, bytes)
+    uint32_t registers = static_cast<uint32_t>(in.n);
+    auto place = [&](uint32_t tensor_lane, uint32_t from, uint32_t columns) { f(tensor_place(*w.cta, tensor_lane, from, columns), columns * 4); };
+    if (in.kind == s32x32b)
+      for (uint32_t l = 0; l < kLanes; ++l) place(lane + l, column, registers);
+    else
+      each([&](uint32_t, uint32_t, uint32_t tensor_lane, uint32_t from) { place(tensor_lane, from, packed() ? 2 : 1); });
+  }
 };
 
 Access access_of(Warp& w, const Instr& in, uint32_t mask) {
@@ -163,71 +222,91 @@ Access access_of(Warp& w, const Instr& in, uint32_t mask) {
   return a;
 }
 
+std::string describe_tensor_wait(const Warp& w) {
+  return format("%u loads and %u stores of tensor memory", w.tensor_load.outstanding, w.tensor_store.outstanding);
+}
+
+void access_done(Warp& w, TensorAccesses& accesses) {
+  --accesses.outstanding;
+  if (w.describe_wait == describe_tensor_wait && w.status == Warp::waiting) w.wake();
+}
+
 void tensor_ld(Warp& w, const Instr& in, uint32_t mask) {
   if (!w.converged(kFullMask)) return;
   Access a = access_of(w, in, mask);
-  Actor actor = pipeline_actor(w, w.tensor_load, "tcgen05.ld");
-  a.each([&](uint32_t, uint32_t, uint32_t lane, uint32_t column) {
-    uint32_t columns = a.packed() ? 2 : 1;
-    tensor_memory(*w.cta).note_read(tensor_place(*w.cta, lane, column, columns), columns * 4, actor);
-  });
+  Actor actor = access_actor(w, w.tensor_load, "tcgen05.ld");
+  a.note([&](uint32_t address, uint32_t bytes) { tensor_memory(*w.cta).note_read(address, bytes, actor); });
   const int32_t* numbers = w.program->lists.data() + in.list + in.n;
+  uint32_t load = w.next_load++;
+  int registers = 0;
   for (int i = 0; i < in.n; ++i) {
     if (numbers[i] < 0) continue;
-    w.in_flight[static_cast<size_t>(numbers[i])] = kOwnedByLoad;
-    w.loading.push_back(numbers[i]);
+    w.in_flight[static_cast<size_t>(numbers[i])] = load;
+    ++registers;
   }
-  w.in_flight_count = static_cast<int>(w.owned.size() + w.loading.size());
-  push(w, w.tensor_load, [&w, a] {
-    const int32_t* registers = w.program->lists.data() + a.in.list;
+  w.loading += registers;
+  w.in_flight_count += registers;
+  ++w.tensor_load.outstanding;
+  ++w.machine->progress;
+  w.machine->issue(w, [&w, a, load, registers] {
+    const int32_t* lists = w.program->lists.data() + a.in.list;
     a.each([&](uint32_t l, uint32_t r, uint32_t lane, uint32_t column) {
       const uint32_t* from = tensor_words(*w.cta, lane, column, a.packed() ? 2 : 1);
-      w.reg<uint32_t>(registers[r])[l] = a.packed() ? (from[0] & 0xffff) | from[1] << 16 : from[0];
+      w.reg<uint32_t>(lists[r])[l] = a.packed() ? (from[0] & 0xffff) | from[1] << 16 : from[0];
     });
+    for (int i = 0; i < a.in.n; ++i) {
+      int32_t number = lists[a.in.n + i];
+      if (number >= 0 && w.in_flight[static_cast<size_t>(number)] == load) w.in_flight[static_cast<size_t>(number)] = 0;
+    }
+    w.loading -= registers;
+    w.in_flight_count -= registers;
+    access_done(w, w.tensor_load);
   });
 }
 
 void tensor_st(Warp& w, const Instr& in, uint32_t mask) {
   if (!w.converged(kFullMask)) return;
   Access a = access_of(w, in, mask);
-  Actor actor = pipeline_actor(w, w.tensor_store, "tcgen05.st");
+  Actor actor = access_actor(w, w.tensor_store, "tcgen05.st");
+  a.note([&](uint32_t address, uint32_t bytes) { tensor_memory(*w.cta).note_write(address, bytes, actor); });
   const int32_t* registers = w.program->lists.data() + in.list;
   std::vector<uint32_t> values(static_cast<size_t>(in.n) * kLanes);
-  a.each([&](uint32_t l, uint32_t r, uint32_t lane, uint32_t column) {
-    values[r * kLanes + l] = w.reg<uint32_t>(registers[r])[l];
-    uint32_t columns = a.packed() ? 2 : 1;
-    tensor_memory(*w.cta).note_write(tensor_place(*w.cta, lane, column, columns), columns * 4, actor);
-  });
-  push(w, w.tensor_store, [&w, a, values] {
+  for (uint32_t r = 0; r < static_cast<uint32_t>(in.n); ++r) std::memcpy(&values[r * kLanes], w.reg<uint32_t>(registers[r]), 4 * kLanes);
+  ++w.tensor_store.outstanding;
+  ++w.machine->progress;
+  w.machine->issue(w, [&w, a, values] {
     a.each([&](uint32_t l, uint32_t r, uint32_t lane, uint32_t column) {
       uint32_t v = values[r * kLanes + l];
       uint32_t* to = tensor_words(*w.cta, lane, column, a.packed() ? 2 : 1);
       to[0] = a.packed() ? v & 0xffff : v;
       if (a.packed()) to[1] = v >> 16;
     });
+    access_done(w, w.tensor_store);
   });
-}
-
-std::string describe_tensor_wait(const Warp& w) {
-  return format("%zu loads and %zu stores of tensor memory", w.tensor_load.operations.size(), w.tensor_store.operations.size());
-}
-
-// Whether a pipeline is empty; if so its completion is seen, else the warp waits and repeats its instruction.
-bool drained(Warp& w, Pipeline& p) {
-  if (!p.empty()) {
-    w.retry();
-    w.wait(describe_tensor_wait);
-    return false;
-  }
-  if (p.agent) w.clock.see(p.agent, p.mark++, true);
-  return true;
 }
 
 // in.kind: 0 loads, 1 stores
 void tensor_wait(Warp& w, const Instr& in, uint32_t) {
   if (!w.converged(kFullMask)) return;
-  if (in.kind) drained(w, w.tensor_store);
-  else finish_tensor_loads(w);
+  TensorAccesses& accesses = in.kind ? w.tensor_store : w.tensor_load;
+  if (accesses.outstanding) {
+    w.retry();
+    w.wait(describe_tensor_wait);
+  } else if (accesses.agent) {
+    uint32_t mark = accesses.mark++;
+    w.for_sets(w.live, [&](LaneSet& s) {
+      s.clock.seen.see(accesses.agent, mark);
+      s.ordered.see(accesses.agent, mark);
+    });
+  }
+}
+
+void fence_before(Warp& w, const Instr&, uint32_t mask) {
+  w.for_sets(mask, [](LaneSet& s) { s.clock.passed.join(s.ordered); });
+}
+
+void fence_after(Warp& w, const Instr&, uint32_t mask) {
+  w.for_sets(mask, [](LaneSet& s) { s.ordered.join(s.clock.passed); });
 }
 
 // ---- mma ----
@@ -471,7 +550,8 @@ void mma(Warp& w, const Instr& in, uint32_t mask) {
     for (int i = 0; i < in.n; ++i) op.disabled[static_cast<size_t>(i)] = w.reg<uint32_t>(list[i])[l];
     op.ctas = group_of(w, op.two_ctas);
     bool checked = w.machine->checking(kDescriptor);
-    Actor actor = core_actor(w);
+    uint64_t key = product_key(op.d, descriptor);
+    CoreActor actor(w, l, key);
     for (size_t i = 0; i < op.ctas.size(); ++i) {
       Cta& cta = *op.ctas[i];
       note_tile(cta, op.tile_b(checked), actor);
@@ -495,7 +575,7 @@ void mma(Warp& w, const Instr& in, uint32_t mask) {
         }
       }
     }
-    push(w, w.tensor_core, [op, checked] { perform(op, checked); });
+    push(w, w.tensor_core[l], key, [op, checked] { perform(op, checked); });
   }
   w.lane = -1;
 }
@@ -511,14 +591,14 @@ void cp(Warp& w, const Instr& in, uint32_t mask) {
     uint32_t copies = in.kind >> 8 & 1 ? 4 : 1;
     Tile tile(decode_tcgen05_descriptor(w.reg<uint64_t>(in.a[1])[l], w.machine->checking(kDescriptor)), static_cast<Element>(in.imm), true, rows, static_cast<uint32_t>(in.n));
     std::vector<Cta*> ctas = group_of(w, in.kind >> 16);
-    Actor actor = core_actor(w);
+    CoreActor actor(w, l, op_cp);
     for (Cta* cta : ctas) {
       note_tile(*cta, tile, actor);
       for (uint32_t row = 0; row < rows; ++row)
         for (uint32_t copy = 0; copy < copies; ++copy)
           tensor_memory(*cta).note_write(tensor_place(*cta, (to >> 16) + row + 32 * copy, to & 0xffff, columns), columns * 4, actor);
     }
-    push(w, w.tensor_core, [=] {
+    push(w, w.tensor_core[l], op_cp, [=] {
       for (Cta* cta : ctas)
         for (uint32_t row = 0; row < rows; ++row)
           for (uint32_t copy = 0; copy < copies; ++copy) {
@@ -550,25 +630,28 @@ void commit(Warp& w, const Instr& in, uint32_t mask) {
     } else {
       barriers.push_back(&find_mbarrier(w, place));
     }
-    Pipeline& p = w.tensor_core;
-    core_actor(w);
-    uint32_t mark = p.mark++;
+    TensorCore& core = w.tensor_core[l];
+    uint32_t mark = core.mark++;
     Machine* machine = w.machine;
     // What the operations relied on is complete when they are. What the thread itself wrote is not released by a commit.
-    Clock relied_on = w.clock;
-    relied_on.seen[w.agent] = 0;
-    push(w, p, [machine, barriers, place, relied_on, agent = p.agent, mark] {
+    LaneSet& set = w.set_of(l);
+    Clock relied_on = set.clock;
+    relied_on.seen.forget(w.agent);
+    // The operations of this thread are, and a fence::before_thread_sync is implied.
+    relied_on.passed.join(set.ordered);
+    for (auto& [key, agent] : w.core_agents) {
+      relied_on.seen.see(agent, mark, 1u << l);
+      relied_on.passed.see(agent, mark, 1u << l);
+    }
+    push(w, core, op_commit, [machine, barriers, place, relied_on] {
       for (Mbarrier* b : barriers) {
         b->arriving.join(relied_on);
-        b->arriving.see(agent, mark, true);
         arrive_asynchronously(*machine, *b, place.address);
       }
     });
   }
   w.lane = -1;
 }
-
-void nothing(Warp&, const Instr&, uint32_t) {}
 
 // ---- decoding ----
 bool take_group(Decoder& d) {
@@ -704,7 +787,7 @@ void decode_tcgen05(Decoder& d) {
     d.in.kind = op == "wait::st";
     d.in.fn = tensor_wait;
   } else if (op == "fence::before_thread_sync" || op == "fence::after_thread_sync") {
-    d.in.fn = nothing;
+    d.in.fn = op == "fence::before_thread_sync" ? fence_before : fence_after;
   } else if (op == "mma") {
     decode_mma(d);
   } else if (op == "cp") {
@@ -747,16 +830,10 @@ void decode_tcgen05(Decoder& d) {
 
 }  // namespace
 
-bool finish_tensor_loads(Warp& w) {
-  if (!drained(w, w.tensor_load)) return false;
-  for (int32_t number : w.loading) w.in_flight[static_cast<size_t>(number)] = 0;
-  w.loading.clear();
-  w.in_flight_count = static_cast<int>(w.owned.size());
-  return true;
-}
-
-void Warp::wake_from_tensor_wait() {
-  if (describe_wait == describe_tensor_wait && status == waiting) wake();
+bool wait_for_load(Warp& w) {
+  w.retry();
+  w.wait(describe_tensor_wait);
+  return false;
 }
 
 void check_tensor_memory_freed(Cta& cta) {

@@ -14,8 +14,8 @@ struct TensorMemory {
   bool relinquished = false;
 };
 
-// tcgen05.wait::ld: true when every load of the warp has taken effect, else the warp waits and repeats its instruction.
-bool finish_tensor_loads(Warp& w);
+// The warp waits until a load of tensor memory takes effect, and repeats its instruction. Returns false.
+bool wait_for_load(Warp& w);
 
 // At the exit of a CTA's last warp.
 void check_tensor_memory_freed(Cta& cta);
