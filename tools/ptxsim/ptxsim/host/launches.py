@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .. import SimulationError, Statistics, encode_tiled
+from .. import SimulationError, Statistics, Stream, encode_tiled
 from ..build import RUNTIME, build
 from . import tensor_map
+from .memory import DeviceMemory
 from .source import Library, calling_line
 
 SUCCESS, INVALID_VALUE, LAUNCH_FAILURE = 0, 1, 719  # cudaError_t
-CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
+CLUSTER_DIMENSION, PROGRAMMATIC_SERIALIZATION = 4, 6  # cudaLaunchAttributeID
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
 UINT32S, UINT64S = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)
 
@@ -78,11 +79,12 @@ def short(kernel: str) -> str:
 class Launches:
     """The launches of a program. A failure is reported where it happens and kept; the program sees CUDA's error.
 
-    memory: address -> (bytes, name) of every buffer that there is now. attribute: the device's, by cudaDeviceAttr, or
-    -1. options: of ``Module.launch``. ptx_directory: where the PTX of every library is written, if anywhere.
+    memory: its ``buffers`` are those that there are now; its ``operations`` count what torch did with any.
+    attribute: the device's, by cudaDeviceAttr, or -1. options: of ``Module.launch``. ptx_directory: where the PTX of
+    every library is written, if anywhere.
     """
 
-    memory: dict[int, tuple[int, str]]
+    memory: DeviceMemory
     attribute: Callable[[int], int]
     options: dict
     ptx_directory: Path | None = None
@@ -92,6 +94,7 @@ class Launches:
     def __post_init__(self) -> None:
         self._texts: dict[bytes, str] = {}  # cubin -> its PTX
         self._libraries: list[Library] = []
+        self._stream, self._operations = Stream(), 0
         functions = (_LOAD(self._load), _LAUNCH(self._launch), _ENCODE(self._encode), _ATTRIBUTE(self.attribute))
         self._host = _Host(*functions)
 
@@ -139,9 +142,18 @@ class Launches:
                 given = ctypes.string_at(argument, size)
                 params[offset : offset + size] = tensor_map.from_hardware(given) if size == tensor_map.BYTES else given
             shape = {"grid": tuple(config.grid), "block": tuple(config.block), "cluster": cluster}
-            buffers = [(address, size, text) for address, (size, text) in self.memory.items()]
+            buffers = [(address, size, text) for address, (size, text) in self.memory.buffers.items()]
+            if self._operations != self.memory.operations:  # they come after all launches before them
+                self._stream, self._operations = Stream(), self.memory.operations
             statistics = module.launch(
-                name, **shape, smem=config.shared_bytes, params=bytes(params), memory=buffers, **self.options
+                name,
+                **shape,
+                smem=config.shared_bytes,
+                params=bytes(params),
+                memory=buffers,
+                stream=self._stream,
+                dependent=PROGRAMMATIC_SERIALIZATION in attributes and attributes[PROGRAMMATIC_SERIALIZATION][0] != 0,
+                **self.options,
             )
             self.done.append(Launch(name, **shape, shared_bytes=config.shared_bytes, statistics=statistics))
             print(f"ptxsim: {self.done[-1]}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ keeps on the host is not, so that a kernel that is given a host pointer is stopp
 from __future__ import annotations
 
 import ctypes
+import re
 import weakref
 from typing import Any
 
@@ -36,6 +37,7 @@ class DeviceMemory(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.buffers: dict[int, tuple[int, str]] = {}  # address -> bytes, name
+        self.operations = 0  # of torch that wrote to one, or took from one to the host
 
     def allocate(self, size: int, what: str) -> torch.UntypedStorage:
         raw = np.empty(size + ALIGNMENT, np.uint8)
@@ -56,6 +58,7 @@ class DeviceMemory(TorchFunctionMode):
         if here.nbytes() == 0:
             return tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
+        self.operations += 1
         there = self.allocate(here.nbytes(), f"{dtype}{list(tensor.shape)}")
         there.copy_(here)
         moved = torch.empty(0, dtype=tensor.dtype)
@@ -82,6 +85,9 @@ class DeviceMemory(TorchFunctionMode):
         result = operations.ON_HOST.get(function, function)(*args, **kwargs)
 
         inputs = {x.untyped_storage().data_ptr() for x in tensors if _is_plain(x)}
+
+        in_place = on_device and re.fullmatch(r"[a-z].*[a-z0-9]_|__i\w+__|__setitem__", function.__name__)
+        self.operations += bool(in_place or (on_device and to_host))
 
         def place(value: Any) -> Any:
             if not _is_plain(value):

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resident", type=int, default=8, metavar="N", help="multiprocessors, each with one CTA (default: %(default)s)"
     )
+    parser.add_argument("--accuracy", choices=["exact", "chip"], default="exact", help="see Module.launch")
     parser.add_argument("--ptx", type=Path, metavar="DIR", help="write the PTX of the program's kernels there")
 
 
@@ -42,8 +43,8 @@ def prepare(arguments: argparse.Namespace, directory: str) -> tuple[Launches, De
 
     device = devices.Device(arguments.arch, arguments.resident)
     memory = DeviceMemory()
-    options = {"seed": arguments.seed, "off": arguments.off, "resident": arguments.resident}
-    launches = Launches(memory.buffers, device.attribute, options, arguments.ptx)
+    options = {name: getattr(arguments, name) for name in ("seed", "off", "resident", "accuracy")}
+    launches = Launches(memory, device.attribute, options, arguments.ptx)
     devices.install_torch(device)
     devices.install_bindings(device)
     devices.install_dsl(device, launches)
