@@ -84,6 +84,14 @@ def test_with_the_check_off_the_program_sees_what_it_read_too_early():
 
 
 @needs_dsl
+def test_a_check_that_is_tolerated_is_reported_and_the_program_runs_on():
+    result = run("tile.py", "--no-wait", "--seed", "1", "--tolerate", "async_early")  # seed 1: copies are done at once
+    assert result.returncode == 0, result.stderr
+    assert "tolerated: async_early: " in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("ptxsim: 1 launches, ")
+
+
+@needs_dsl
 def test_a_program_that_fails_without_a_launch_fails(tmp_path):
     program = tmp_path / "fails.py"
     program.write_text("import sys\nsys.exit('no')\n")

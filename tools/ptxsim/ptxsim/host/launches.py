@@ -80,13 +80,14 @@ class Launches:
     """The launches of a program. A failure is reported where it happens and kept; the program sees CUDA's error.
 
     memory: its ``buffers`` are those that there are now; its ``operations`` count what torch did with any.
-    attribute: the device's, by cudaDeviceAttr, or -1. options: of ``Module.launch``. ptx_directory: where the PTX of
-    every library is written, if anywhere.
+    attribute: the device's, by cudaDeviceAttr, or -1. options: of ``Module.launch``. tolerated: checks that are
+    reported, whereupon the launch runs again without them. ptx_directory: where the PTX of every library is written.
     """
 
     memory: DeviceMemory
     attribute: Callable[[int], int]
     options: dict
+    tolerated: tuple[str, ...] = ()
     ptx_directory: Path | None = None
     done: list[Launch] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
@@ -95,6 +96,7 @@ class Launches:
         self._texts: dict[bytes, str] = {}  # cubin -> its PTX
         self._libraries: list[Library] = []
         self._stream, self._operations = Stream(), 0
+        self._off: dict[tuple[int, str], list[str]] = {}  # (library, kernel) -> tolerated checks that it broke
         functions = (_LOAD(self._load), _LAUNCH(self._launch), _ENCODE(self._encode), _ATTRIBUTE(self.attribute))
         self._host = _Host(*functions)
 
@@ -145,26 +147,50 @@ class Launches:
             buffers = [(address, size, text) for address, (size, text) in self.memory.buffers.items()]
             if self._operations != self.memory.operations:  # they come after all launches before them
                 self._stream, self._operations = Stream(), self.memory.operations
-            statistics = module.launch(
-                name,
-                **shape,
-                smem=config.shared_bytes,
-                params=bytes(params),
-                memory=buffers,
-                stream=self._stream,
-                dependent=PROGRAMMATIC_SERIALIZATION in attributes and attributes[PROGRAMMATIC_SERIALIZATION][0] != 0,
-                **self.options,
-            )
+            given = {
+                "smem": config.shared_bytes,
+                "params": bytes(params),
+                "memory": buffers,
+                "dependent": attributes.get(PROGRAMMATIC_SERIALIZATION, [0])[0] != 0,
+            }
+            statistics = self._run(library, name, **shape, **given)
             self.done.append(Launch(name, **shape, shared_bytes=config.shared_bytes, statistics=statistics))
             print(f"ptxsim: {self.done[-1]}", file=sys.stderr, flush=True)
             return SUCCESS
         except SimulationError as error:
-            report = self._libraries[library - 1].with_places(str(error))
-            self._fail(f"{short(name)}, launched at {calling_line()}, was stopped", SimulationError(report))
+            self._fail(f"{short(name)}, launched at {calling_line()}, was stopped", self._placed(library, error))
             return LAUNCH_FAILURE
         except BaseException as error:
             self._fail(f"{short(name)} was not launched", error)
             return LAUNCH_FAILURE
+
+    def _placed(self, library: int, error: SimulationError) -> SimulationError:
+        return SimulationError(self._libraries[library - 1].with_places(str(error)))
+
+    def _run(self, library: int, kernel: str, **given) -> Statistics:
+        """Launch; where a check that is tolerated stops it, again from the same memory, without the check.
+
+        Asynchronous operations take effect at once then: a program that does not wait for them relies on that.
+        """
+        off = self._off.setdefault((library, kernel), [])
+        saved = [ctypes.string_at(address, size) for address, size, _ in given["memory"]] if self.tolerated else []
+        while True:
+            options = {**self.options, "off": [*self.options["off"], *off], "stream": self._stream}
+            if off:
+                options["seed"] += 1 - options["seed"] % 3
+            try:
+                return self._libraries[library - 1].module.launch(kernel, **given, **options)
+            except SimulationError as error:
+                check = str(error).partition(":")[0]
+                if check not in self.tolerated or check in off:
+                    raise
+                print(
+                    f"ptxsim: {short(kernel)}, tolerated: {self._placed(library, error)}", file=sys.stderr, flush=True
+                )
+                off.append(check)
+                for (address, size, _), before in zip(given["memory"], saved, strict=True):
+                    ctypes.memmove(address, before, size)
+                self._stream = Stream()
 
     def _encode(self, target, data_type, rank, address, extents, strides, box, steps, interleave, swizzle, fill) -> int:
         try:

@@ -23,6 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", metavar="PROGRAM.py", type=Path)
     parser.add_argument("--arch", default="sm_100a", help="what it compiles for and runs on (default: %(default)s)")
     parser.add_argument("--off", action="append", default=[], choices=CHECKS, metavar="CHECK", help=", ".join(CHECKS))
+    parser.add_argument(
+        "--tolerate",
+        action="append",
+        default=[],
+        choices=CHECKS,
+        metavar="CHECK",
+        help="report what the check stops, and run that launch again without it, asynchronous operations at once",
+    )
     parser.add_argument("--seed", type=int, default=0, help="chooses the interleaving (default: %(default)s)")
     parser.add_argument(
         "--resident", type=int, default=8, metavar="N", help="multiprocessors, each with one CTA (default: %(default)s)"
@@ -33,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare(arguments: argparse.Namespace, directory: str) -> tuple[Launches, DeviceMemory]:
     """Put into place what stands in for CUDA, before the program imports anything."""
-    os.environ["CUTE_DSL_ARCH"] = arguments.arch
-    os.environ["CUTE_DSL_KEEP"] = "ptx,cubin"
-    os.environ["CUTE_DSL_LINEINFO"] = "1"
-    os.environ["CUTE_DSL_DUMP_DIR"] = directory
+    settings = {"ARCH": arguments.arch, "KEEP": "ptx,cubin", "LINEINFO": "1", "DUMP_DIR": directory}
+    for dsl in ("CUTE_DSL", "CUTE_EXPERIMENTAL_DSL"):
+        os.environ.update({f"{dsl}_{name}": value for name, value in settings.items()})
+
     from . import device as devices
     from .launches import Launches
     from .memory import DeviceMemory
@@ -44,7 +52,7 @@ def prepare(arguments: argparse.Namespace, directory: str) -> tuple[Launches, De
     device = devices.Device(arguments.arch, arguments.resident)
     memory = DeviceMemory()
     options = {name: getattr(arguments, name) for name in ("seed", "off", "resident", "accuracy")}
-    launches = Launches(memory, device.attribute, options, arguments.ptx)
+    launches = Launches(memory, device.attribute, options, tuple(arguments.tolerate), arguments.ptx)
     devices.install_torch(device)
     devices.install_bindings(device)
     devices.install_dsl(device, launches)

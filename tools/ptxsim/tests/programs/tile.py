@@ -1,4 +1,4 @@
-"""A tile by a tensor map to shared memory, and on by threads; with ``--no-wait`` they do not wait for the copy."""
+"""A tile by a tensor map to shared memory, and on by threads; with ``--no-wait`` when the copy is issued, not done."""
 
 import sys
 
@@ -29,6 +29,8 @@ def copy(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, layout: 
         cute.copy(atom, here, there, tma_bar_ptr=barrier)
     if cutlass.const_expr(waits):
         cute.arch.mbarrier_wait(barrier, 0)
+    else:
+        cute.arch.sync_threads()
     for row in cutlass.range_constexpr(ROWS):
         target[row, thread] = tile[row, thread]
 
