@@ -106,6 +106,8 @@ EDITS = [
     ("descriptor: start", HOPPER, LOW_HALF, constant(lambda bits: bits + 2), ORDER | {NUMBERS}),
     ("wgmma: A negated", HOPPER, r"(wgmma\.mma_async[^;]*), 1,\s+1, ", r"\1, -1, 1, ", {NUMBERS}),
     ("wgmma: B transposed", HOPPER, r"(wgmma\.mma_async[^;]*), 1;", r"\1, 0;", ORDER | {NUMBERS}),
+    ("registers not taken", ARCHS, r"setmaxnreg\.inc[^;]*;", "", {"registers"}),
+    ("registers kept", ARCHS, r"setmaxnreg\.dec[^;]*;", "", {"registers", "deadlock"}),
     ("shuffle from elsewhere", HOPPER, r"shfl\.sync\.bfly(.*), 2, 31, -1;", r"shfl.sync.bfly\1, 4, 31, -1;", {NUMBERS}),
 ]
 
@@ -119,6 +121,7 @@ def forward(arch):
 
 # How many of an edit's mutants change nothing, because other barriers imply the same order in this kernel.
 EQUIVALENT = {
+    ("sm_90a", "registers not taken"): 1,  # of warps whose 124 values fit into the 128 that they start with
     ("sm_100f", "arrival relaxed"): 1,  # of a reader of an item's words, whose later arrivals also release the read
     ("sm_100f", "wait for an mbarrier dropped"): 1,  # for an item's words, which the products' warp has waited for
 }

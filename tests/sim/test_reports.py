@@ -39,6 +39,8 @@ BROKEN = [
     ("tensor_fence", BLACKWELL, r"tcgen05\.fence::after_thread_sync;", ""),
     ("tensor_order", BLACKWELL, r"(tcgen05\.mma[^;\[]*\[%r\d+)(\+\d+)?", further(16)),
     ("tensor_leak", BLACKWELL, r"tcgen05\.dealloc[^;]*;", ""),
+    ("cta_group", BLACKWELL, r"tcgen05\.commit\.cta_group::1", "tcgen05.commit.cta_group::2"),
+    ("registers", ARCHS, r"setmaxnreg\.inc", "setmaxnreg.dec"),
     ("deadlock", ARCHS, r"mbarrier\.arrive\.shared[^;]*;", ""),
 ]
 FINAL = {"deadlock", "local_bounds", "tensor_bounds"}  # nothing can carry on from there

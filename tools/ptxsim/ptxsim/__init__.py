@@ -38,6 +38,7 @@ class _Arguments(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("cluster", ctypes.c_uint32 * 3),
         ("dynamic_shared", ctypes.c_uint32),
+        ("registers", ctypes.c_uint32),
         ("params", ctypes.c_char_p),
         ("param_bytes", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
@@ -200,6 +201,7 @@ class Module:
         stream: Stream | None = None,
         dependent: bool = False,
         accuracy: str = "exact",
+        registers: int = 0,
     ) -> Statistics:
         """Run a kernel to its end.
 
@@ -216,6 +218,7 @@ class Module:
             on until ``griddepcontrol.wait``.
         accuracy: "exact" computes approximate functions and the sums of tensor cores as well as the host can; "chip"
             gives the former errors up to what the PTX ISA documents, and forms the latter as Hopper's mma and wgmma do.
+        registers: those that each thread starts with, where the kernel has no .maxnreg; 0: as many as there are.
 
         Raises SimulationError with kernel, PTX line, CTA, warp, lane and address.
         """
@@ -240,6 +243,7 @@ class Module:
             block=_dim3(block),
             cluster=_dim3(cluster),
             dynamic_shared=smem,
+            registers=registers,
             params=bytes(params),
             param_bytes=len(params),
             seed=seed,

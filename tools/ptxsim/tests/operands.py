@@ -48,10 +48,10 @@ def narrow_bytes(values, name) -> np.ndarray:
 
 
 def container_bytes(values, name) -> np.ndarray:
-    """The bytes of a matrix in tensor memory: as raw_bytes, but a byte for each padded element."""
+    """The bytes of a matrix in tensor memory: as raw_bytes, but padded elements in the middle of bytes of their own."""
     if name not in NARROW or name == "e2m1_packed":
         return raw_bytes(values, name)
-    return (narrow_codes(values, name) << (2 if name == "e2m1" else 0)).astype(np.uint8)
+    return (narrow_codes(values, name) << (2 if name == "e2m1" else 1)).astype(np.uint8)
 
 
 def raw_bytes(values, name) -> np.ndarray:

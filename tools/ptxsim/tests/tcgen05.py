@@ -1,5 +1,7 @@
 """PTX that kernels with tensor memory share: allocation, completion, addresses, descriptors."""
 
+import numpy as np
+
 SHARED = ".shared .align 8 .b8 bar[8]; .shared .align 4 .b32 held;"
 ALLOC = """mov.b32 %r0, 512; setp.ge.u32 %p9, %t, 32;
            @!%p9 tcgen05.alloc.cta_group::{0}.sync.aligned.shared::cta.b32 [held], %r0;"""
@@ -9,6 +11,20 @@ QUARTER = "shr.u32 %r2, %t, 5; shl.b32 %r2, %r2, 21; add.s32 %r3, %r1, %r2;"  # 
 
 # Codes of element types in instruction descriptors.
 CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5, "e2m1_packed": 1}
+CODES |= {"u8": 0, "s8": 1}
+
+
+def places(rows, n, folded):
+    """Tensor lane and column of each element of a CTA's part of D, [rows, n].
+
+    folded: shares of the columns lie in the lanes that rows leave free, as over two CTAs and where the product is
+    weight stationary; otherwise 64 rows use half of each warp's lanes.
+    """
+    row, column = np.meshgrid(np.arange(rows), np.arange(n), indexing="ij")
+    if folded:
+        width = n * rows // 128
+        return row + column // width * rows, column % width
+    return (row // 16 * 32 + row % 16 if rows == 64 else row), column
 
 
 def vector(first, count):

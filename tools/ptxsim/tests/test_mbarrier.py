@@ -92,7 +92,7 @@ def test_a_remote_arrival_returns_no_state():
       mapa.shared::cluster.u32 %r2, %r1, 1; mbarrier.arrive.shared::cluster.b64 {}, [%r2];
       barrier.cluster.arrive; barrier.cluster.wait;"""
     )
-    run(body.format("_"), cluster=2)
+    run(body.format("_"), cluster=2, off=["race"])  # both CTAs store the same
     with pytest.raises(
         ptxsim.SimulationError, match=r"^mbarrier: an arrival at another CTA's mbarrier returns no state"
     ):

@@ -17,6 +17,7 @@ from tcgen05 import (
     commit,
     copy_to_shared,
     descriptor,
+    places,
     vector,
 )
 
@@ -79,23 +80,33 @@ def test_loads_and_stores_follow_their_fragments(shape, count, packed):
         np.testing.assert_array_equal(back, given)
 
 
-KINDS = {"f16": "f16", "bf16": "f16", "tf32": "tf32"}
+KINDS = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "u8": "i8", "s8": "i8"}
+FLOATS = ["f16", "bf16", "tf32"]
 BYTES = ["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"]  # in any combination, of kind f8f6f4
 
 
 def product(
     m=128, n=64, name="bf16", swizzle=3, ctas=1, a_mn=False, b_mn=False, a_tensor=False, half=False, accumulate=True,
-    disabled=0, scale=0, edit=lambda body: body, negate=False, name_b=None, **options,
+    disabled=0, scale=0, edit=lambda body: body, negate=False, name_b=None, ws=False, ashift=False, saturate=False,
+    collector="", **options,
 ):  # fmt: skip
-    """One tcgen05.mma on random operands: (D as tensor memory holds it [ctas, 128 lanes, n], D wanted there)."""
+    """One tcgen05.mma on random operands: (D as tensor memory holds it [ctas, 128 lanes, n], D wanted there).
+
+    ashift: one product that shifts A, then another of the same operands.
+    """
     name_b = name_b or name
     k = 2 * elements_of_16_bytes(name)
     a, _ = random_matrix(m, k, name, 1)
     b, _ = random_matrix(n, k, name_b, 2)
-    c = np.random.default_rng(3).normal(size=(ctas, 128, n)).astype(np.float32)
+    integer = KINDS.get(name) == "i8"
+    if integer:
+        c = np.random.default_rng(3).choice([-(2**31), 2**31 - 1, 0, 12345], (ctas, 128, n)).astype(np.int32)
+    else:
+        c = np.random.default_rng(3).normal(size=(ctas, 128, n)).astype(np.float32)
     if half:
         c = c.astype(np.float16).astype(np.float32)
     rows, columns = m // ctas, n // ctas
+    folded = ws or ctas == 2
     images = []
     for rank in range(ctas):
         part_a, part_b = a[rank * rows : (rank + 1) * rows], b[rank * columns : (rank + 1) * columns]
@@ -103,18 +114,26 @@ def product(
         b_image, *b_offsets = shared_image(part_b, name_b, swizzle, b_mn)
         images.append(np.concatenate([a_image, b_image]))
     image = np.stack(images)
-    lanes = np.arange(rows) if rows == 128 or ctas == 2 else np.arange(rows) // 16 * 32 + np.arange(rows) % 16
+    lane, column = places(rows, n, folded)
     a_lanes = np.zeros((ctas, 128, 8), np.uint32)
     for rank in range(ctas):
-        a_lanes[rank, lanes] = container_bytes(a[rank * rows : (rank + 1) * rows], name).view(np.uint32)
+        words = container_bytes(a[rank * rows : (rank + 1) * rows], name).view(np.uint32)
+        for i in range(n):
+            a_lanes[rank, lane[:, i]] = words  # where the lanes of D that need it are
     held = c.astype(np.float16).view(np.uint16).astype(np.uint32) if half else c.view(np.uint32)
     d = np.ascontiguousarray(held.copy())
     arrays = [image, d, a_lanes]
-    idesc = (0 if half else 1) << 4 | CODES[name] << 7 | CODES[name_b] << 10 | negate << 13 | a_mn << 15 | b_mn << 16
-    idesc |= n // 8 << 17 | m // 16 << 24
-    mask = ", ".join(["%r250"] * (4 * ctas))
+    idesc = (2 if integer else 0 if half else 1) << 4 | CODES[name] << 7 | CODES[name_b] << 10 | negate << 13
+    idesc |= saturate << 3 | a_mn << 15 | b_mn << 16 | n // 8 << 17 | m // 16 << 24
+    mask = "" if ws else "{" + ", ".join(["%r250"] * (4 * ctas)) + "},"
     size = image.shape[1]
     sync = cluster_sync(ctas)
+    step = min(n & -n, 128)
+
+    def mma(forms, flag):
+        return f"""tcgen05.mma{".ws" if ws else ""}.cta_group::{ctas}.kind::{KINDS.get(name, "f8f6f4")}{forms} [%r1],
+        {"[%r252]" if a_tensor else "%d4"}, %d5, %r251, {mask} {flag}{f", {scale}" if scale else ""};"""
+
     body = f"""
       {ALLOC.format(ctas)} setp.ne.u32 %p0, %t, 0; @!%p0 mbarrier.init.shared.b64 [bar], 1;
       fence.mbarrier_init.release.cluster;
@@ -122,8 +141,13 @@ def product(
       bar.sync 0; ld.shared.b32 %r1, [held]; {QUARTER}
       mad.lo.s32 %r16, %r10, 128, %t; mad.lo.s32 %r17, %r16, {4 * n}, 0; cvt.u64.u32 %d1, %r17; add.s64 %d1, %d1, %q1;
       mad.lo.s32 %r18, %r16, 32, 0; cvt.u64.u32 %d2, %r18; add.s64 %d2, %d2, %q2;
-      {" ".join(f"ld.global.b32 %r{30 + i}, [%d1+{4 * i}];" for i in range(n))}
-      tcgen05.st.sync.aligned.32x32b.x{n}.b32 [%r3], {vector(30, n)};
+      {
+        " ".join(
+            " ".join(f"ld.global.b32 %r{30 + i}, [%d1+{4 * (at + i)}];" for i in range(step))
+            + f"tcgen05.st.sync.aligned.32x32b.x{step}.b32 [%r3{f'+{at}' if at else ''}], {vector(30, step)};"
+            for at in range(0, n, step)
+        )
+    }
       {" ".join(f"ld.global.b32 %r{20 + i}, [%d2+{4 * i}];" for i in range(8))}
       tcgen05.st.sync.aligned.32x32b.x8.b32 [%r3+256], {vector(20, 8)};
       tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; {sync} tcgen05.fence::after_thread_sync;
@@ -132,34 +156,38 @@ def product(
       or.b64 %d4, %d3, {descriptor(*a_offsets, swizzle)};
       add.s64 %d3, %d3, {len(a_image) // 16}; or.b64 %d5, %d3, {descriptor(*b_offsets, swizzle)};
       mov.b32 %r250, {disabled}; setp.eq.u32 %p3, %r10, {0 if accumulate else 7}; mov.b16 %h0, 3;
-      mov.b32 %r251, {idesc};
-      add.s32 %r252, %r1, 256;
-      tcgen05.mma.cta_group::{ctas}.kind::{KINDS.get(name, "f8f6f4")} [%r1],
-        {"[%r252]" if a_tensor else "%d4"}, %d5, %r251, {{{mask}}}, %p3{f", {scale}" if scale else ""};
+      mov.b32 %r251, {idesc}; setp.eq.u32 %p8, %r10, %r10;
+      add.s32 %r252, %r1, 256; {mma(".ashift", "%p3") if ashift else ""} {mma(collector, "%p8" if ashift else "%p3")}
       {commit(ctas)} {WAIT} tcgen05.fence::after_thread_sync;
-      tcgen05.ld.sync.aligned.32x32b.x{n}.b32 {vector(30, n)}, [%r3]; tcgen05.wait::ld.sync.aligned;
-      {" ".join(f"st.global.b32 [%d1+{4 * i}], %r{30 + i};" for i in range(n))}
+      {
+        " ".join(
+            f"tcgen05.ld.sync.aligned.32x32b.x{step}.b32 {vector(30, step)}, [%r3+{at}]; tcgen05.wait::ld.sync.aligned;"
+            + " ".join(f"st.global.b32 [%d1+{4 * (at + i)}], %r{30 + i};" for i in range(step))
+            for at in range(0, n, step)
+        )
+    }
       {FREE.format(ctas)} {sync}"""
     shared = f".shared .align 1024 .b8 tile[{size}]; {SHARED}"
     module = kernel(edit(body), 3, shared)
     module.launch(grid=ctas, block=128, cluster=ctas, params=arrays, memory=arrays, **options)
-    got = d.astype(np.uint16).view(np.float16).astype(np.float32) if half else d.view(np.float32)
-    want = c.copy()
-    value = (-a if negate else a) @ b.T
-    for rank in range(ctas):
-        for row in range(rows):
-            result = value[rank * rows + row]
-            places = [(lanes[row], slice(0, n), result)]
-            if ctas == 2 and rows == 64:
-                places = [(row + 64 * h, slice(0, n // 2), result[h * n // 2 : (h + 1) * n // 2]) for h in range(2)]
-            for lane, at, values in places:
-                if not disabled >> lane % 32 & 1:
-                    want[rank, lane, at] = values + (want[rank, lane, at] * 2.0**-scale if accumulate else 0)
+    got = d.astype(np.uint16).view(np.float16).astype(np.float32) if half else d.view(c.dtype)
+    want = c.astype(np.int64) if integer else c.copy()
+    exact = np.int64 if integer else np.float32
+    row = np.arange(m)
+    below = np.minimum(row + 1, row | 31)  # A shifted: of 32 rows the last one stays
+    for factor in [a, a[below]] if ashift else [a]:
+        value = (-factor if negate else factor).astype(exact) @ b.T.astype(exact)
+        for rank in range(ctas):
+            old = want[rank, lane, column] * 2.0**-scale if scale else want[rank, lane, column]
+            new = value[rank * rows : (rank + 1) * rows] + (old if accumulate or factor is not a else 0)
+            want[rank, lane, column] = np.where(disabled >> lane % 32 & 1, want[rank, lane, column], new)
+    if integer:
+        want = (np.clip(want, -(2**31), 2**31 - 1) if saturate else want).astype(np.int32)
     return got, want
 
 
 @pytest.mark.parametrize("swizzle", range(4))
-@pytest.mark.parametrize("name", [*KINDS, *BYTES])
+@pytest.mark.parametrize("name", [*FLOATS, *BYTES])
 def test_mma_of_every_type_and_swizzle(name, swizzle):
     np.testing.assert_allclose(*product(name=name, swizzle=swizzle), rtol=1e-5, atol=1e-5)
 
@@ -198,6 +226,7 @@ def test_mma_places_rows_as_its_layout_says(ctas, m, a_tensor, name, seed):
         {"negate": True},
         {"half": True, "name": "f16"},
         {"n": 16},
+        {"collector": ".collector::a::fill"},
     ],
     ids=str,
 )
@@ -205,6 +234,84 @@ def test_mma_obeys_its_options(options):
     got, want = product(**options)
     tolerance = 4e-3 if "half" in options else 1e-5
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+WIDTHS = [(1, 64, n) for n in (8, 24, 248)] + [(1, 128, n) for n in (8, 40, 200, 256)]
+WIDTHS += [(2, 128, n) for n in (16, 48, 256)] + [(2, 256, n) for n in (16, 80, 208)]
+
+
+@pytest.mark.parametrize("ctas, m, n", WIDTHS)
+@pytest.mark.parametrize("name", ["f16", "tf32", "e4m3"])
+def test_mma_of_every_step_of_n(ctas, m, n, name):
+    np.testing.assert_allclose(*product(m=m, n=n, ctas=ctas, name=name), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [64, 128, 256])
+@pytest.mark.parametrize("m", [32, 64, 128])
+@pytest.mark.parametrize("options", [{}, {"a_tensor": True}, {"name": "e4m3", "name_b": "e2m1", "b_mn": True},
+                                     {"name": "f16", "half": True, "a_mn": True}, {"name": "tf32", "accumulate": False},
+                                     {"collector": ".collector::b2::lastuse"}], ids=str)  # fmt: skip
+def test_weight_stationary_mma(m, n, options):
+    got, want = product(m=m, n=n, ws=True, **options)
+    tolerance = 4e-3 if "half" in options else 1e-5
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("ctas, m", [(1, 128), (2, 128), (2, 256)])
+@pytest.mark.parametrize("name", ["bf16", "tf32", "e2m3", "s8"])
+@pytest.mark.parametrize("collector", ["", ".collector::a::lastuse"])
+def test_ashift_leaves_a_shifted_behind(ctas, m, name, collector):
+    got, want = product(m=m, ctas=ctas, name=name, a_tensor=True, ashift=True, collector=collector)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+INTEGERS = [
+    {"swizzle": 0},
+    {},
+    {"m": 64, "n": 24},
+    {"a_tensor": True, "n": 48},
+    {"a_mn": True, "b_mn": True},
+    {"m": 256, "ctas": 2, "n": 96},
+    {"m": 128, "ctas": 2, "a_tensor": True},
+    {"m": 32, "n": 128, "ws": True},
+    {"accumulate": False, "disabled": 0xF0},
+]
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+@pytest.mark.parametrize("name, name_b", [(a, b) for a in ("u8", "s8") for b in ("u8", "s8")])
+@pytest.mark.parametrize("options", INTEGERS, ids=str)
+def test_mma_of_integers(name, name_b, options, saturate):
+    np.testing.assert_array_equal(*product(name=name, name_b=name_b, saturate=saturate, **options))
+
+
+UNCHANGED = change("")
+REFUSED = [  # options, edit of the text, message
+    ({"ws": True}, change(" %p3;", " %p3, %d3;"), "zero-column masks are not modelled"),
+    ({"ws": True}, change("mma.ws.cta_group::1", "mma.ws.cta_group::2"), "weight stationary over two CTAs"),
+    ({"ws": True, "collector": ".collector::a::fill"}, UNCHANGED, "unknown modifier `.collector::a::fill`"),
+    ({"ws": True, "n": 32}, UNCHANGED, "^descriptor: .*: N\n"),
+    ({"ws": True, "m": 128, "n": 64}, change("mov.b32 %r251, ", f"mov.b32 %r251, {16 << 24}; xor.b32 %r251, %r251, "),
+     "^descriptor: .*: M\n"),
+    ({"collector": ".collector::b0::fill"}, UNCHANGED, "unknown modifier `.collector::b0::fill`"),
+    ({"collector": ".ashift"}, UNCHANGED, "not in tensor memory"),
+    ({"a_tensor": True, "collector": ".ashift.collector::a::use"}, UNCHANGED, ".ashift and the collector buffer"),
+    ({"a_tensor": True, "collector": ".ashift", "m": 64}, UNCHANGED, "^descriptor: .*: M below 128 with .ashift"),
+    ({"name": "s8", "negate": True}, UNCHANGED, "^descriptor: .*: integers cannot be negated"),
+    ({"name": "s8", "n": 40}, UNCHANGED, "^descriptor: .*: N\n"),
+    ({"name": "s8", "n": 16, "m": 256, "ctas": 2}, UNCHANGED, "^descriptor: .*: N\n"),
+    ({"name": "s8"}, change("mov.b32 %r251, ", "mov.b32 %r251, 32; xor.b32 %r251, %r251, "), "accumulator type"),
+    ({"name": "bf16", "saturate": True}, UNCHANGED, "^descriptor: .*: .*saturation of integers is set"),
+    ({"n": 8, "ctas": 2}, UNCHANGED, "^descriptor: .*: N\n"),
+    ({"name": "e4m3", "n": 8, "b_mn": True}, UNCHANGED, "^descriptor: .*: N\n"),
+    ({}, change("tcgen05.mma.", "tcgen05.mma.sp."), "unknown modifier `.sp`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, edit, message", REFUSED, ids=range(len(REFUSED)))
+def test_products_that_do_not_exist_are_refused(options, edit, message):
+    with pytest.raises(ptxsim.SimulationError, match=message):
+        product(edit=edit, **options)
 
 
 WRONG = [
@@ -221,6 +328,7 @@ WRONG = [
     ("descriptor", change("mov.b32 %r251, ", "mov.b32 %r251, 256; or.b32 %r251, %r251, "), "element type"),
     ("descriptor", change("mov.b32 %r251, ", "mov.b32 %r251, 32; or.b32 %r251, %r251, "), "accumulator type"),
     ("descriptor", change("or.b64 %d4, %d3, ", f"or.b64 %d4, %d3, {1 << 61}; or.b64 %d4, %d4, "), "swizzle mode"),
+    ("descriptor", change("mov.b32 %r251, ", "mov.b32 %r251, 8; or.b32 %r251, %r251, "), "saturation of integers"),
     ("deadlock", change(commit(1)), "1 of 1 arrivals"),
 ]  # fmt: skip
 

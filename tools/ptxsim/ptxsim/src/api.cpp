@@ -51,6 +51,7 @@ struct ptxsim_buffer {
 struct ptxsim_launch_arguments {
   uint32_t grid[3], block[3], cluster[3];
   uint32_t dynamic_shared;
+  uint32_t registers;
   const void* params;
   uint64_t param_bytes;
   uint64_t seed;
@@ -107,6 +108,7 @@ int ptxsim_launch(void* module, const char* kernel, const ptxsim_launch_argument
       launch.cluster[d] = arguments->cluster[d];
     }
     launch.dynamic_shared = arguments->dynamic_shared;
+    launch.registers = arguments->registers;
     const uint8_t* params = static_cast<const uint8_t*>(arguments->params);
     launch.params.assign(params, params + arguments->param_bytes);
     launch.seed = arguments->seed;

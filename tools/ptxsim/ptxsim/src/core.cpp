@@ -180,6 +180,7 @@ void Warp::exit(uint32_t mask) {
   for (Fragment& f : others)
     if (f.state == Fragment::converge) f.state = Fragment::ready;  // it may have waited for the lanes that exit
   if (live == 0) {
+    check_register_changes(*this);
     status = done;
     machine->warp_exited(*this);
   } else if (cur.mask == 0) {
@@ -248,6 +249,7 @@ Machine::Machine(const Module& m, const Program& p, const Launch& l, GlobalMemor
   }
   if (launch.params.size() != f.param_bytes)
     throw SimError(format("%zu bytes of parameters, but the kernel takes %llu", launch.params.size(), static_cast<unsigned long long>(f.param_bytes)));
+  if (checking(kCtaGroup)) check_cta_groups(program);
   uint64_t end = static_cast<uint64_t>(program.dynamic_begin) + launch.dynamic_shared;
   if (checking(kSharedLimit) && end > kSharedEnd)
     throw SimError(format("shared_limit: %llu bytes of shared memory; a CTA has %u", static_cast<unsigned long long>(end - kSharedBegin), kSharedEnd - kSharedBegin));
@@ -319,6 +321,7 @@ void Machine::start_warp(Warp& w) {
   w.local.assign(static_cast<size_t>(program.local_bytes) * kLanes, 0);
   w.in_flight.assign(program.register_slot.size(), 0);
   if (!program.behind.empty()) w.wgmma_registers.resize(program.register_slot.size());
+  if (program.moves_registers && checking(kRegisters)) w.registers = launch_registers(program, launch);
 }
 
 void Machine::first_cta(uint64_t cluster, uint32_t* id) const {
@@ -515,6 +518,9 @@ void Machine::run_warp(Warp& w, uint32_t quantum) {
       mask &= in.guard_negated ? ~p : p;
     }
     if (!mask) continue;
+    if (in.aligned && mask != w.cur.mask && checking(kConvergence))
+      throw SimError(format("convergence: of the lanes 0x%08x only 0x%08x execute an instruction that is .aligned", w.cur.mask, mask));
+    if (in.live > w.registers) throw SimError(format("registers: at least %u registers of a thread hold values that are still needed, but the warp has %u", in.live, w.registers));
     if (w.in_flight_count && !registers_ready(w, in)) continue;
     lanes += static_cast<uint64_t>(__builtin_popcount(mask));
     executed[static_cast<size_t>(w.at)] = 1;

@@ -11,6 +11,7 @@
 
 #include "memory.h"
 #include "parser.h"
+#include "registers.h"
 
 namespace ptxsim {
 
@@ -31,6 +32,8 @@ struct Instr {
   Handler fn = nullptr;
   Slot guard = -1;
   bool guard_negated = false;
+  uint16_t live = 0;                                 // 32-bit registers that hold values before it; 0: nobody asks
+  bool aligned = false;                              // all lanes of the warp must execute it together
   std::array<Slot, 6> a{{-1, -1, -1, -1, -1, -1}};  // operands, destination first
   int32_t list = 0;                                  // further operands: Program::lists[list ...]
   int32_t n = 0;                                     // how many of them, or an element count
@@ -55,6 +58,7 @@ struct Program {
   std::vector<Handler> behind;  // of kernels with wgmma, by instruction: what watch_wgmma_registers put its own handler before
   uint32_t dynamic_begin = 0;   // where dynamic shared memory starts
   uint32_t local_bytes = 0;     // of one thread
+  bool moves_registers = false; // with setmaxnreg
 };
 
 constexpr uint32_t kSharedBegin = 1024;           // the system keeps the first KiB of a CTA's shared memory
@@ -159,7 +163,7 @@ struct TensorCore {
   std::deque<Operation> operations;
 };
 
-// Loads or stores of tensor memory by a warp; nothing orders them but a wait.
+// Loads or stores of tensor memory by a warp, which nothing orders but a wait; its allocations.
 struct TensorAccesses {
   uint32_t agent = 0;  // 0: none yet
   uint32_t mark = 1;
@@ -183,6 +187,8 @@ struct Warp {
 
   Fragment cur;
   std::vector<Fragment> others;
+  uint32_t registers = UINT32_MAX;  // of each thread, that the warp owns now
+  size_t register_changes = 0;      // how many setmaxnreg it has executed
   int limit = 0;                // look at the other fragments when the program counter gets here
   uint32_t live = 0;            // lanes that have not exited
   int at = 0;                   // instruction being executed
@@ -196,7 +202,7 @@ struct Warp {
   Groups wgmma;
   std::map<int, TensorCore> tensor_core;       // by lane
   std::map<uint64_t, uint32_t> core_agents;     // of the tensor core's operations, by key
-  TensorAccesses tensor_load, tensor_store;
+  TensorAccesses tensor_load, tensor_store, tensor_alloc;
   // cp.async.mbarrier.arrive: done once every copy of the lane up to the mark has taken effect.
   struct AfterCopies { int lane; uint32_t mark; std::function<void()> action; };
   std::vector<AfterCopies> after_copies;
@@ -288,6 +294,7 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<std::unique_ptr<Warpgroup>> warpgroups;
   std::unique_ptr<TensorMemory> tensor;
+  RegisterPool registers;
   std::map<uint32_t, Released> released;  // by address: what strong writes there have released
   std::unordered_map<uint64_t, AcquiredMap> acquired_maps;  // by address
   bool saw_no_cluster_left = false;     // a request of clusterlaunchcontrol.try_cancel failed, and the CTA knows
@@ -328,6 +335,7 @@ struct AsyncOperation {
 struct Launch {
   uint32_t grid[3], block[3], cluster[3];
   uint32_t dynamic_shared;
+  uint32_t registers;     // of each thread when the kernel starts; 0: as many as there are, or .maxnreg
   DeviceBytes params;
   uint64_t seed;
   uint32_t checks;

@@ -45,9 +45,15 @@ const OpcodeTable& opcodes() {
     register_tensormap(t);
     register_wgmma(t);
     register_tcgen05(t);
+    register_setmaxnreg(t);
     return t;
   }();
   return table;
+}
+// `bar` stands for `barrier.cta` with `.aligned`.
+bool is_aligned(const std::vector<std::string>& opcode) {
+  auto has = [&](const char* part) { return std::find(opcode.begin(), opcode.end(), part) != opcode.end(); };
+  return opcode[0] == "bar" ? !has("warp") : has("aligned");
 }
 }  // namespace
 
@@ -161,6 +167,7 @@ Slot Decoder::value(const Operand& o, const Type& type) {
       if (r.bytes != type.bytes) fail(format("register %s has %d bytes, type .%s has %d", r.name.c_str(), r.bytes, type.name.c_str(), type.bytes));
       if (o.negated) fail("negated operand");
       used_.insert(o.index);
+      sources_.insert(o.index);
       return program_.register_slot[static_cast<size_t>(o.index)];
     }
     case Operand::integer:
@@ -194,7 +201,11 @@ Slot Decoder::value(const Operand& o, const Type& type) {
 Slot Decoder::target(const Operand& o, int bytes) {
   if (o.kind == Operand::sink) return scratch();
   if (o.kind != Operand::reg) fail("the destination is not a register");
-  return value(o, {"b" + std::to_string(8 * bytes), bytes, Type::bits});
+  bool read = sources_.count(o.index);
+  Slot slot = value(o, {"b" + std::to_string(8 * bytes), bytes, Type::bits});
+  if (!read) sources_.erase(o.index);
+  targets_.insert(o.index);
+  return slot;
 }
 
 Slot Decoder::destination(size_t i, int bytes) { return target(operand(i), bytes); }
@@ -207,6 +218,11 @@ Slot Decoder::register_of(const Operand& o, int* bytes) {
   if (o.kind == Operand::reg) *bytes = function_.registers[static_cast<size_t>(o.index)].bytes;
   Type t{"b" + std::to_string(8 * *bytes), *bytes, Type::bits};
   return value(o, t);
+}
+
+Slot Decoder::target_of(const Operand& o, int* bytes) {
+  if (o.kind == Operand::reg) *bytes = function_.registers[static_cast<size_t>(o.index)].bytes;
+  return target(o, *bytes);
 }
 
 Slot Decoder::address(const Operand& o, int* base_bytes) {
@@ -240,6 +256,8 @@ void Decoder::statement(const Statement& s) {
   in.source = &s;
   lists_.clear();
   used_.clear();
+  sources_.clear();
+  targets_.clear();
   modifiers_.assign(s.opcode.begin() + 1, s.opcode.end());
   if (s.guard >= 0) {
     in.guard = program_.register_slot[static_cast<size_t>(s.guard)];
@@ -249,12 +267,14 @@ void Decoder::statement(const Statement& s) {
   if (it == opcodes().end()) fail("unknown instruction `" + s.opcode[0] + "`");
   it->second(*this);
   if (!modifiers_.empty()) fail("unknown modifier `." + modifiers_[0] + "`");
+  in.aligned = is_aligned(s.opcode);
   in.list = static_cast<int32_t>(program_.lists.size());
   program_.lists.insert(program_.lists.end(), lists_.begin(), lists_.end());
   in.uses = static_cast<int32_t>(program_.lists.size());
   in.use_count = static_cast<int32_t>(used_.size());
   program_.lists.insert(program_.lists.end(), used_.begin(), used_.end());
   program_.code.push_back(in);
+  effects.push_back({{sources_.begin(), sources_.end()}, {targets_.begin(), targets_.end()}});
 }
 
 Program decode(const Module& module, const Function& function) {
@@ -265,6 +285,11 @@ Program decode(const Module& module, const Function& function) {
   // Running off the end is a return.
   static const Statement end = [] { Statement s; s.opcode = {"ret"}; s.text = "end of the kernel"; return s; }();
   decoder.statement(end);
+  for (const Statement& s : function.statements) program.moves_registers |= s.opcode[0] == "setmaxnreg";
+  if (program.moves_registers) {
+    std::vector<uint16_t> live = live_registers(function, decoder.effects);
+    for (size_t i = 0; i < live.size(); ++i) program.code[i].live = live[i];
+  }
   for (const Symbol& s : function.variables)
     if (s.space == Symbol::local) program.local_bytes = std::max(program.local_bytes, static_cast<uint32_t>(s.offset + s.bytes));
   program.dynamic_begin = static_cast<uint32_t>(module.dynamic_shared);

@@ -41,7 +41,8 @@ class Decoder {
   // Of any operand, wherever it stands.
   Slot value(const Operand& o, const Type& type);
   Slot target(const Operand& o, int bytes);
-  Slot register_of(const Operand& o, int* bytes);  // register of any width; immediates get `*bytes`
+  Slot register_of(const Operand& o, int* bytes);  // source of any width; immediates get `*bytes`
+  Slot target_of(const Operand& o, int* bytes);    // destination of any width
   // Address operand: the slot of its base with the base's width in `in.n`-independent form, and the offset in `in.imm`.
   Slot address(const Operand& o, int* base_bytes);
   Slot constant(int bytes, uint64_t bits, Program::Relocation relocation = Program::none);
@@ -57,6 +58,7 @@ class Decoder {
 
   const Statement* source = nullptr;
   Instr in;
+  std::vector<Effects> effects;                 // of each statement
 
  private:
   uint64_t symbol_address(const Symbol& s, Program::Relocation* relocation) const;
@@ -65,7 +67,7 @@ class Decoder {
   Program& program_;
   std::vector<std::string> modifiers_;
   std::vector<int32_t> lists_;
-  std::set<int> used_;
+  std::set<int> used_, sources_, targets_;
   std::map<std::pair<std::pair<int, int>, uint64_t>, Slot> constants_;
   std::map<std::string, Slot> specials_;
   Slot scratch_ = -1, carry_ = -1;
@@ -88,5 +90,6 @@ void register_cluster(OpcodeTable& table);
 void register_tensormap(OpcodeTable& table);
 void register_wgmma(OpcodeTable& table);
 void register_tcgen05(OpcodeTable& table);
+void register_setmaxnreg(OpcodeTable& table);
 
 }  // namespace ptxsim

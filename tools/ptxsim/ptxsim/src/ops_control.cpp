@@ -112,16 +112,6 @@ void register_control(OpcodeTable& table) {
     d.source_slot(0, t);
     d.in.fn = nothing;
   };
-  // Register budgets change nothing that a program can observe.
-  table["setmaxnreg"] = [](Decoder& d) {
-    std::string way = d.take_one({"inc", "dec"});
-    if (way.empty() || !d.take("sync") || !d.take("aligned")) d.fail("setmaxnreg without .inc or .dec, .sync and .aligned");
-    d.type();
-    d.expect(1, 1);
-    uint64_t n = d.immediate(0);
-    if (n < 24 || n > 256 || n % 8) d.fail("setmaxnreg takes a multiple of 8 from 24 to 256");
-    d.in.fn = [](Warp& w, const Instr&, uint32_t) { w.converged(w.live); };
-  };
   // A kernel starts here when those before it have ended, but may rely on that only from its wait on.
   table["griddepcontrol"] = [](Decoder& d) {
     std::string action = d.take_one({"wait", "launch_dependents"});

@@ -369,7 +369,7 @@ void decode_cvt(Decoder& d) {
   if (round == "rna" || round == "rs") d.fail("rounding ." + round);
   if (d.in.kind & kSatfinite && (t.bytes != 2 || t.cls != Type::real)) d.fail("`.satfinite` with type ." + t.name);
   int to_bytes = t.bytes, from_bytes = s.bytes;
-  d.in.a[0] = d.register_of(d.operand(0), &to_bytes);
+  d.in.a[0] = d.target_of(d.operand(0), &to_bytes);
   d.in.a[1] = d.register_of(d.operand(1), &from_bytes);
   if (to_bytes < t.bytes || from_bytes < s.bytes) d.fail("register is narrower than the type");
   d.in.size = to_bytes | from_bytes << 8;

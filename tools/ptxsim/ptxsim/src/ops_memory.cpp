@@ -229,7 +229,7 @@ void decode_access(Decoder& d, bool load) {
     if (o.kind == Operand::reg || o.kind == Operand::integer || o.kind == Operand::real) {
       if (load && o.kind != Operand::reg) d.fail("the destination is not a register");
       // A floating-point constant needs the type, a register may be wider than it.
-      d.list(o.kind == Operand::real ? d.value(o, t) : d.register_of(o, &bytes));
+      d.list(load ? d.target_of(o, &bytes) : o.kind == Operand::real ? d.value(o, t) : d.register_of(o, &bytes));
       if (bytes < t.bytes) d.fail("register is narrower than the type");
       container = bytes;
     } else if (o.kind == Operand::sink && load) {

@@ -137,7 +137,11 @@ void check_map_acquired(Warp& w, uint64_t address) {
   const char* missing = "acquire";
   auto acquired = w.cta->acquired_maps.find(address);
   if (!map->second.released) missing = "release";
-  else if (acquired != w.cta->acquired_maps.end() && acquired->second.number == map->second.number && w.actor(w.lane).knows(acquired->second.by, acquired->second.lanes)) return;
+  else if (acquired != w.cta->acquired_maps.end() && acquired->second.number == map->second.number) {
+    Actor actor = w.actor(w.lane);
+    for (uint32_t m = acquired->second.lanes; m; m &= m - 1)
+      if (actor.knows(acquired->second.by, m & -m)) return;  // one of the lanes is enough
+  }
   throw SimError(format("proxy_fence: the tensor map at 0x%llx was changed, and no fence.proxy.tensormap::generic.%s lies between that and its use", static_cast<unsigned long long>(address), missing));
 }
 

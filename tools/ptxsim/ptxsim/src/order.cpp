@@ -7,7 +7,7 @@ namespace ptxsim {
 const char* const kCheckNames[] = {"global_bounds", "shared_bounds", "local_bounds", "alignment",  "uninitialized",
                                    "race",          "async_early",   "proxy_fence",  "mbarrier",   "deadlock",
                                    "descriptor",    "shared_limit",  "in_flight_registers", "convergence", "barrier",
-                                   "tensor_bounds", "tensor_leak", "scale_factors", "tensor_fence", "tensor_order", "cluster", nullptr};
+                                   "tensor_bounds", "tensor_leak", "scale_factors", "tensor_fence", "tensor_order", "cluster", "cta_group", "registers", nullptr};
 
 // ---- views and clocks ----
 
@@ -209,12 +209,12 @@ void OrderRules::check_writer(const History& h, uint64_t base, size_t at, const 
       if (actor.clock->passed.has(w.epoch, lanes)) stop("tensor_fence: no tcgen05.fence::after_thread_sync since what orders this access after that of");
       if (actor.clock->seen.has(w.epoch, lanes)) stop("tensor_fence: no tcgen05.fence::before_thread_sync before what orders this access after that of");
     }
-    if (w.asynchronous) {
+    if (agent(cluster, w.epoch)->asynchronous) {
       if (checks_ & kAsyncEarly) stop(writing ? "async_early: write over an asynchronous result that was not waited for, of" : "async_early: read of an asynchronous result that was not waited for, of");
     } else if (checks_ & kRace) {
       stop(writing ? "race: write not ordered after the write by" : "race: read not ordered after the write by");
     }
-  } else if (actor.async_proxy && !w.asynchronous && (checks_ & kProxyFence) && !actor.clock->has_fenced(cluster, w.epoch, lanes, cluster_ == kAnyCluster)) {
+  } else if (actor.async_proxy && !w.async_proxy && (checks_ & kProxyFence) && !actor.clock->has_fenced(cluster, w.epoch, lanes, cluster_ == kAnyCluster)) {
     stop("proxy_fence: async proxy access without fence.proxy.async after the generic write by");
   }
 }

@@ -42,6 +42,8 @@ enum Check : uint32_t {
   kTensorFence = 1u << 18,
   kTensorOrder = 1u << 19,
   kCluster = 1u << 20,
+  kCtaGroup = 1u << 21,
+  kRegisters = 1u << 22,
 };
 constexpr uint32_t kOrderChecks = kRace | kAsyncEarly | kProxyFence | kTensorFence;
 extern const char* const kCheckNames[];  // in bit order, ends with nullptr
@@ -146,10 +148,10 @@ struct Written {
   uint32_t epoch;
   uint32_t lane;
   Scope scope;
-  bool asynchronous;
+  bool async_proxy;
   int line;
   uint64_t pack() const {
-    return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(lane) << 27 | static_cast<uint64_t>(scope) << 25 | static_cast<uint64_t>(asynchronous) << 24 | (static_cast<uint32_t>(line) & 0xffffffu);
+    return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(lane) << 27 | static_cast<uint64_t>(scope) << 25 | static_cast<uint64_t>(async_proxy) << 24 | (static_cast<uint32_t>(line) & 0xffffffu);
   }
   static Written unpack(uint64_t w) {
     return {static_cast<uint32_t>(w >> 32), static_cast<uint32_t>(w >> 27 & 31), static_cast<Scope>(w >> 25 & 3), (w >> 24 & 1) != 0, static_cast<int>(w & 0xffffff)};

@@ -1,5 +1,6 @@
 #include "parser.h"
 
+#include <algorithm>
 #include <cctype>
 #include <cstdarg>
 #include <cstdio>
@@ -185,7 +186,11 @@ class Parser {
       if (dims) {
         dims[0] = dims[1] = dims[2] = 1;
         for (int i = 0; i < 3; ++i) { dims[i] = static_cast<uint32_t>(integer()); if (!accept(",")) break; }
-      } else if (word == ".minnctapersm" || word == ".maxnreg" || word == ".maxclusterrank") {
+      } else if (word == ".maxnreg") {
+        fn_.max_registers = static_cast<uint32_t>(integer());
+      } else if (word == ".minnctapersm") {
+        fn_.min_ctas = std::max<uint32_t>(1, static_cast<uint32_t>(integer()));
+      } else if (word == ".maxclusterrank") {
         integer();
       } else if (word != ".explicitcluster" && word != ".blocksareclusters") {
         fail("unknown performance directive `" + word + "`");

@@ -67,6 +67,8 @@ struct Function {
   uint32_t required_threads[3] = {0, 0, 0};  // .reqntid
   uint32_t max_threads[3] = {0, 0, 0};       // .maxntid
   uint32_t required_cluster[3] = {0, 0, 0};  // .reqnctapercluster
+  uint32_t max_registers = 0;                // .maxnreg
+  uint32_t min_ctas = 1;                     // .minnctapersm
   uint64_t param_bytes = 0;
   int line = 0;
   // Of a device function (.func): its formal parameters, registers or names of variables.

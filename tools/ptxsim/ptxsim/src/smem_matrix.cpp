@@ -73,12 +73,12 @@ uint32_t element_at(const uint8_t* from, uint32_t e, uint32_t bits) {
 
 void decode_containers(Element type, const uint8_t* from, uint32_t bytes, float* to) {
   if (!is_padded(type)) return decode_elements(type, from, bytes, to);
-  uint32_t bits = element_bits(type), shift = bits == 4 ? 2 : 0;
+  uint32_t bits = element_bits(type), shift = (8 - bits) / 2;
   for (uint32_t i = 0; i < bytes; ++i) to[i] = decode(narrow_format(type), from[i] >> shift & ((1u << bits) - 1));
 }
 
 void unpack_containers(Element type, const uint8_t* from, uint8_t* to) {
-  uint32_t bits = element_bits(type), shift = bits == 4 ? 2 : 0;
+  uint32_t bits = element_bits(type), shift = (8 - bits) / 2;
   for (uint32_t e = 0; e < 16; ++e) to[e] = static_cast<uint8_t>(element_at(from, e, bits) << shift);
 }
 

@@ -41,7 +41,7 @@ inline uint32_t chunk_bytes(Element e) { return chunk_elements(e) * element_bits
 uint32_t element_at(const uint8_t* from, uint32_t e, uint32_t bits);
 // `bytes` of memory, whole chunks of a padded type, as float32.
 void decode_elements(Element type, const uint8_t* from, uint32_t bytes, float* to);
-// The same where each element has a byte of its own, as in tensor memory: four bits lie in its middle, six at its low end.
+// The same where each element has a byte of its own, as in tensor memory: its bits lie in the middle.
 void decode_containers(Element type, const uint8_t* from, uint32_t bytes, float* to);
 // Makes such bytes from the elements of a chunk of a padded type.
 void unpack_containers(Element type, const uint8_t* from, uint8_t* to);

@@ -1,20 +1,16 @@
-// tcgen05: allocation of tensor memory, loads and stores, mma, cp, commit, waits.
+// tcgen05: allocation of tensor memory, loads and stores, mma, cp, shift, commit, waits.
 //
-// Operations of the tensor core (mma, cp, commit) take effect some time after they were issued. Those of one thread
+// Operations of the tensor core (mma, cp, shift, commit) take effect some time after they were issued. Those of one thread
 // follow one another only in the pairs that the ISA lists (9.7.16.6.2); unless `tensor_order` is off, others may
 // overtake. Loads and stores are ordered by waits alone, though the reader of a loaded register waits for that load.
 #include "tcgen05.h"
 
 #include <algorithm>
 
-#include "numeric.h"
-#include "smem_matrix.h"
 #include "sync.h"
+#include "tcgen05_mma.h"
 
 namespace ptxsim {
-namespace {
-
-constexpr uint32_t kLaneBytes = kTensorColumns * 4;
 
 // ---- tensor memory ----
 TrackedMemory& tensor_memory(Cta& cta) {
@@ -22,7 +18,6 @@ TrackedMemory& tensor_memory(Cta& cta) {
   return *cta.tensor->memory;
 }
 
-// Linear address of a lane's columns, all of them allocated.
 uint32_t tensor_place(Cta& cta, uint32_t lane, uint32_t column, uint32_t columns) {
   const Machine& machine = *cta.cluster->machine;
   if (lane >= kTensorLanes || column + columns > kTensorColumns)
@@ -37,13 +32,20 @@ uint32_t* tensor_words(Cta& cta, uint32_t lane, uint32_t column, uint32_t column
   return reinterpret_cast<uint32_t*>(tensor_memory(cta).at(tensor_place(cta, lane, column, columns), columns * 4, 4));
 }
 
+namespace {
+
 // ---- the order of operations ----
 // What an operation of the tensor core is to those after it; products add their accumulator and shape.
-enum Operation : uint64_t { op_commit, op_cp, op_mma };
+enum Operation : uint64_t { op_commit, op_cp, op_mma, op_shift };
+constexpr uint64_t op_cp_4x256b = op_cp | 4;
 uint64_t product_key(uint32_t d, uint32_t shape) { return op_mma | static_cast<uint64_t>(d) << 2 | static_cast<uint64_t>(shape) << 34; }
 
 // The pairs that the ISA orders, of one thread's operations.
-bool in_order(uint64_t first, uint64_t second) { return ((first & 3) == op_mma && first == second) || ((first & 3) == op_cp && (second & 3) == op_mma); }
+bool in_order(uint64_t first, uint64_t second) {
+  uint64_t before = first & 3, after = second & 3;
+  if (after == op_mma) return before == op_cp || before == op_shift || first == second;
+  return (after == op_shift && before == op_mma) || (second == op_cp_4x256b && before == op_shift);
+}
 
 void schedule(Warp& w, TensorCore& core) {
   bool strict = !w.machine->checking(kTensorOrder);
@@ -105,45 +107,116 @@ uint32_t uniform(Warp& w, Slot slot, uint32_t mask, const char* what) {
   return first;
 }
 
+// CTAs of a group: this one, or this one and its peer.
+std::vector<Cta*> group_of(Warp& w, bool two) {
+  if (!two) return {w.cta};
+  auto& ctas = w.cta->cluster->ctas;
+  uint32_t even = w.cta->rank & ~1u;
+  if (even + 1 >= ctas.size()) throw SimError("cta_group::2 in a cluster without the peer CTA");
+  if (ctas[w.cta->rank ^ 1]->live_warps == 0 && w.machine->checking(kCtaGroup)) throw SimError("cta_group: the peer CTA has exited");
+  return {ctas[even].get(), ctas[even + 1].get()};
+}
+
 // ---- allocation ----
 std::string describe_alloc(const Warp& w) { return format("%u columns of tensor memory", static_cast<uint32_t>(w.wait_argument)); }
+std::string describe_meeting(const Warp&) { return "a warp of the peer CTA to execute this instruction too"; }
 
-// a[0] shared address, a[1] columns; in.imm offset
+using Meeting = TensorMemory::Meeting;
+
+// Whether a warp of the peer CTA has come to the same; if not, this one waits and repeats its instruction.
+bool met(Warp& w, Meeting& mine, const Meeting& theirs, uint32_t columns, uint32_t column) {
+  if (mine.warp && mine.warp != &w) throw SimError(format("cta_group: warps %d and %d of a CTA allocate or free for the pair at the same time", mine.warp->index, w.index));
+  mine = {&w, columns, column, false};
+  ++w.machine->progress;
+  if (!theirs.warp || theirs.over) {
+    w.retry();
+    w.wait(describe_meeting);
+    return false;
+  }
+  if (theirs.columns != columns || theirs.column != column)
+    throw SimError(format("cta_group: the CTAs of a pair do not allocate or free the same: warp %d here %u columns at %u, warp %d of the peer %u at %u", w.index, columns, column, theirs.warp->index, theirs.columns, theirs.column));
+  return true;
+}
+
+// It has led to what both warps came for.
+void end_meeting(Meeting& mine, Meeting& theirs, uint32_t column) {
+  mine = {};
+  theirs.over = true;
+  theirs.column = column;
+  theirs.warp->wake();
+}
+
+// Whether the peer's warp has done what this one waited for.
+bool done_by_peer(Warp& w, Meeting& mine, uint32_t* column) {
+  if (mine.warp != &w || !mine.over) return false;
+  *column = mine.column;
+  mine = {};
+  return true;
+}
+
+Cta* peer_of(Warp& w, const std::vector<Cta*>& ctas) { return ctas.size() == 2 ? ctas[~w.cta->rank & 1] : nullptr; }
+
+// Takes the first columns that are free in all the CTAs.
+bool take_columns(const std::vector<Cta*>& ctas, uint32_t columns, uint32_t* column) {
+  uint32_t units = columns / kAllocationColumns;
+  for (uint32_t first = 0; first + units <= kTensorColumns / kAllocationColumns; ++first) {
+    bool free = true;
+    for (Cta* cta : ctas)
+      for (uint32_t u = first; u < first + units; ++u) free &= !cta->tensor->allocated[u];
+    if (!free) continue;
+    for (Cta* cta : ctas) {
+      std::fill_n(cta->tensor->allocated + first, units, 1);
+      cta->tensor->allocated[first] = columns;
+    }
+    *column = first * kAllocationColumns;
+    return true;
+  }
+  return false;
+}
+
+// a[0] shared address, a[1] columns; in.imm offset; in.kind: 1 = 64-bit address, 2 = two CTAs
 void alloc(Warp& w, const Instr& in, uint32_t mask) {
   if (!w.converged(kFullMask)) return;
-  TensorMemory& t = *w.cta->tensor;
-  uint32_t columns = uniform(w, in.a[1], mask, "column counts");
+  uint32_t columns = uniform(w, in.a[1], mask, "column counts"), column = 0;
   if (columns < 32 || columns > kTensorColumns || (columns & (columns - 1))) throw SimError(format("tensor_bounds: allocation of %u columns", columns));
-  if (t.relinquished) throw SimError("tensor_leak: allocation after relinquish_alloc_permit");
   uint64_t address = lane_address(w, in, in.a[0], in.kind & 1, __builtin_ctz(mask));
   if (in.kind & 1) resolve(Space::generic, address);
   SharedPlace to = shared_place(w, static_cast<uint32_t>(address));
   uint8_t* place = to.cta->shared->at(to.address, 4, 4);
-  if (!t.memory) t.memory = std::make_unique<TrackedMemory>("tensor", kTensorBounds, 0, kTensorLanes * kLaneBytes, 4, &w.machine->stream.clusters, w.cta->cluster->number, w.machine->launch.checks);
-  uint32_t units = columns / kAllocationColumns;
-  for (uint32_t first = 0; first + units <= kTensorColumns / kAllocationColumns; ++first) {
-    bool free = true;
-    for (uint32_t u = first; u < first + units; ++u) free &= !t.allocated[u];
-    if (!free) continue;
-    for (uint32_t u = first; u < first + units; ++u) t.allocated[u] = 1;
-    t.allocated[first] = columns;
-    uint32_t result = first * kAllocationColumns;
-    to.cta->shared->note_write(to.address, 4, w.collective_actor());
-    std::memcpy(place, &result, 4);
-    ++w.machine->progress;
-    return;
+  Meeting& mine = w.cta->tensor->allocating;
+  if (!done_by_peer(w, mine, &column)) {
+    std::vector<Cta*> ctas = group_of(w, in.kind & 2);
+    for (Cta* cta : ctas) {
+      TensorMemory& t = *cta->tensor;
+      if (t.relinquished) throw SimError("tensor_leak: allocation after relinquish_alloc_permit");
+      if (!t.memory) t.memory = std::make_unique<TrackedMemory>("tensor", kTensorBounds, 0, kTensorLanes * kLaneBytes, 4, &w.machine->stream.clusters, w.cta->cluster->number, w.machine->launch.checks);
+    }
+    Cta* peer = peer_of(w, ctas);
+    if (peer && !met(w, mine, peer->tensor->allocating, columns, 0)) return;
+    if (!take_columns(ctas, columns, &column)) {
+      w.retry();
+      w.wait(describe_alloc, columns);
+      return;
+    }
+    if (peer) end_meeting(mine, peer->tensor->allocating, column);
   }
-  w.retry();
-  w.wait(describe_alloc, columns);
+  // A write of the whole warp: each of its lanes knows it.
+  Actor actor = access_actor(w, w.tensor_alloc, "tcgen05.alloc");
+  actor.async_proxy = false;
+  to.cta->shared->note_write(to.address, 4, actor);
+  w.for_sets(kFullMask, [&](LaneSet& s) { s.clock.seen.see(w.tensor_alloc.agent, w.tensor_alloc.mark); });
+  ++w.tensor_alloc.mark;
+  std::memcpy(place, &column, 4);
+  ++w.machine->progress;
 }
 
 // Memory that is freed must be out of use, and its content goes.
-void check_quiet(Warp& w, uint32_t column, uint32_t columns) {
-  TrackedMemory& tensor = tensor_memory(*w.cta);
+void check_quiet(Warp& w, Cta& cta, uint32_t column, uint32_t columns) {
+  TrackedMemory& tensor = tensor_memory(cta);
   Actor actor = w.collective_actor();
   actor.ordered = nullptr;  // that it is complete is enough
   for (uint32_t lane = 0; lane < kTensorLanes; ++lane) {
-    uint32_t place = tensor_place(*w.cta, lane, column, columns);
+    uint32_t place = tensor_place(cta, lane, column, columns);
     try {
       tensor.note_write(place, columns * 4, actor);
     } catch (const SimError& e) {
@@ -153,18 +226,26 @@ void check_quiet(Warp& w, uint32_t column, uint32_t columns) {
   }
 }
 
+// in.kind: 2 = two CTAs
 void dealloc(Warp& w, const Instr& in, uint32_t mask) {
   if (!w.converged(kFullMask)) return;
-  TensorMemory& t = *w.cta->tensor;
   uint32_t address = uniform(w, in.a[0], mask, "addresses"), columns = uniform(w, in.a[1], mask, "column counts");
   uint32_t first = (address & 0xffff) / kAllocationColumns;
-  if (address >> 16 || address % kAllocationColumns || first >= kTensorColumns / kAllocationColumns || t.allocated[first] != columns)
-    throw SimError(format("tensor_bounds: no allocation of %u columns at 0x%x", columns, address));
-  check_quiet(w, address, columns);
-  for (uint32_t u = first; u < first + columns / kAllocationColumns; ++u) t.allocated[u] = 0;
+  Meeting& mine = w.cta->tensor->freeing;
+  if (done_by_peer(w, mine, &address)) return;
+  std::vector<Cta*> ctas = group_of(w, in.kind & 2);
+  for (Cta* cta : ctas)
+    if (address >> 16 || address % kAllocationColumns || first >= kTensorColumns / kAllocationColumns || cta->tensor->allocated[first] != columns)
+      throw SimError(format("tensor_bounds: no allocation of %u columns at 0x%x", columns, address));
+  check_quiet(w, *w.cta, address, columns);
+  Cta* peer = peer_of(w, ctas);
+  if (peer && !met(w, mine, peer->tensor->freeing, columns, address)) return;
+  for (Cta* cta : ctas) std::fill_n(cta->tensor->allocated + first, columns / kAllocationColumns, 0);
+  if (peer) end_meeting(mine, peer->tensor->freeing, address);
   ++w.machine->progress;
-  for (auto& warp : w.cta->warps)
-    if (warp->describe_wait == describe_alloc && warp->status == Warp::waiting) warp->wake();
+  for (Cta* cta : ctas)
+    for (auto& warp : cta->warps)
+      if (warp->describe_wait == describe_alloc && warp->status == Warp::waiting) warp->wake();
 }
 
 void relinquish(Warp& w, const Instr&, uint32_t) {
@@ -310,220 +391,25 @@ void fence_after(Warp& w, const Instr&, uint32_t mask) {
 }
 
 // ---- mma ----
-// What an instruction descriptor says. The block-scaled kinds come last.
-enum MmaKind { kind_f16, kind_tf32, kind_f8f6f4, kind_mxf8f6f4, kind_mxf4, kind_mxf4nvf4 };
-
-struct MmaShape {
-  uint32_t m, n, k;
-  Element a, b;
-  bool half_d = false, negate_a, negate_b, a_mn, b_mn;
-  uint32_t blocks = 0;  // of k, each with its scale factors; 0: not scaled
-  bool ue8m0 = false;
-  uint32_t sfa_id = 0, sfb_id = 0;
+// Instr::kind of mma
+struct Kind {
+  static constexpr int two_ctas = 8, a_in_tensor = 16, blocks = 5, ws = 256, ashift = 512;  // bits 5 to 7: the blocks of k
+  static int mma(int kind) { return kind & 7; }
 };
 
-struct DescriptorBits {
-  uint32_t bits;
-  uint32_t field(uint32_t first, uint32_t count) const { return bits >> first & ((1u << count) - 1); }
-  void require(bool holds, const std::string& what) const {
-    if (!holds) throw SimError(format("descriptor: instruction descriptor 0x%08x: %s", bits, what.c_str()));
-  }
-  Element narrow(uint32_t first) const {
-    static const Element types[] = {Element::e4m3, Element::e5m2, Element::tf32, Element::e2m3, Element::e3m2, Element::e2m1};
-    uint32_t code = field(first, 3);
-    require(code <= 5 && code != 2, "element type");
-    return types[code];
-  }
-  // Fields that lie alike in all kinds.
-  MmaShape common() const {
-    require(!field(2, 1), "sparse operands are not modelled");
-    MmaShape s;
-    s.negate_a = field(13, 1);
-    s.negate_b = field(14, 1);
-    s.a_mn = field(15, 1);
-    s.b_mn = field(16, 1);
-    s.n = field(17, 6) * 8;
-    return s;
-  }
-  void require_n(const MmaShape& s, uint32_t step, bool two_ctas) const {
-    // A chunk of an N-major B holds sixteen elements, padded ones too.
-    if (s.b_mn && chunk_elements(s.b) == 16) step = std::max(step, two_ctas ? 32u : 16u);
-    require(s.n >= step && s.n <= 256 && s.n % step == 0, "N");
-  }
-};
-
-// Kinds f16, tf32 and f8f6f4.
-MmaShape decode_shape(uint32_t bits, int kind, bool two_ctas) {
-  DescriptorBits d{bits};
-  d.require((bits & (1u << 6 | 1u << 23 | 1u << 29)) == 0, "reserved bits are set");
-  d.require((bits & 11) == 0, "the selector of sparse operands or the saturation of integers is set");
-  MmaShape s = d.common();
-  auto element = [&](uint32_t first) {
-    if (kind == kind_f8f6f4) return d.narrow(first);
-    uint32_t code = d.field(first, 3);
-    d.require(kind == kind_tf32 ? code == 2 : code <= 1, "element type");
-    return kind == kind_tf32 ? Element::tf32 : code ? Element::bf16 : Element::f16;
-  };
-  s.a = element(7);
-  s.b = element(10);
-  d.require(kind != kind_f16 || s.a == s.b, "A and B of different types");
-  uint32_t to = d.field(4, 2);
-  d.require(to == 1 || (to == 0 && kind != kind_tf32 && s.a != Element::bf16), "accumulator type");
-  s.half_d = to == 0;
-  s.m = d.field(24, 5) * 16;
-  s.k = kind == kind_tf32 ? 8 : kind == kind_f16 ? 16 : 32;
-  d.require(two_ctas ? s.m == 128 || s.m == 256 : s.m == 64 || s.m == 128, "M");
-  d.require_n(s, two_ctas ? 32 : s.m == 64 ? 8 : 16, two_ctas);
-  return s;
-}
-
-// Kinds mxf8f6f4, mxf4 and mxf4nvf4.
-MmaShape decode_scaled_shape(uint32_t bits, int kind, uint32_t blocks, bool two_ctas) {
-  DescriptorBits d{bits};
-  bool fp4 = kind != kind_mxf8f6f4;
-  d.require((bits & (3u | 1u << 3 | 1u << 6 | 7u << 24 | (fp4 ? 1u << 12 : 1u << 31))) == 0, "reserved bits are set");
-  d.require(!d.field(31, 1), "K of 96, which only sm_103a has");
-  MmaShape s = d.common();
-  if (fp4) {
-    d.require(d.field(7, 3) == 1 && d.field(10, 2) == 1, "element type");
-    d.require(!s.a_mn && !s.b_mn, "operands of four bits cannot be transposed");
-    s.a = s.b = Element::e2m1_packed;
-  } else {
-    s.a = d.narrow(7);
-    s.b = d.narrow(10);
-  }
-  s.k = fp4 ? 64 : 32;
-  s.blocks = blocks;
-  s.ue8m0 = d.field(23, 1);
-  d.require(s.ue8m0 || blocks == 4, "scale factor type");
-  s.sfb_id = d.field(4, 2);
-  s.sfa_id = d.field(29, 2);
-  d.require(s.sfa_id % blocks == 0 && s.sfb_id % blocks == 0, format("scale factor ids %u and %u: they must be multiples of %u", s.sfa_id, s.sfb_id, blocks));
-  s.m = d.field(27, 2) * 128;
-  d.require(!(two_ctas && s.m == 128), "M of 128 over two CTAs is not modelled: where scale factors of B lie then is not documented");
-  d.require(s.m == (two_ctas ? 256 : 128), "M");
-  d.require_n(s, two_ctas ? 16 : 8, two_ctas);
-  return s;
-}
-
-struct MmaOperation {
-  MmaShape shape;
-  bool two_ctas, a_in_tensor, accumulate;
-  uint32_t d, a_tensor, sfa, sfb;
-  uint64_t a, b;  // descriptors
-  float scale_d;
-  std::array<uint32_t, 8> disabled;
-  std::vector<Cta*> ctas;  // lower rank first
-  uint32_t rows() const { return shape.m / static_cast<uint32_t>(ctas.size()); }   // of A and D in one CTA
-  uint32_t columns() const { return shape.n / static_cast<uint32_t>(ctas.size()); }  // of B in one CTA
-
-  // Tensor lane and column, from D's address, of an element of a CTA's part of D.
-  void place(uint32_t row, uint32_t n, uint32_t* lane, uint32_t* column) const {
-    *lane = row;
-    *column = n;
-    if (rows() == 128) return;
-    if (two_ctas) {  // M 128 over two CTAs: the second half of the columns lies in the upper lanes
-      *lane = row + n / (shape.n / 2) * 64;
-      *column = n % (shape.n / 2);
-    } else {         // M 64: sixteen rows in each quarter
-      *lane = row / 16 * 32 + row % 16;
-    }
-  }
-  uint32_t a_lane(uint32_t row) const { return rows() == 128 || two_ctas ? row : row / 16 * 32 + row % 16; }
-  uint32_t words_of_a() const { return shape.k * (shape.a == Element::e2m1_packed ? 4 : std::max(8u, element_bits(shape.a))) / 32; }
-  Tile tile_a(bool checked) const { return Tile(decode_tcgen05_descriptor(a, checked), shape.a, !shape.a_mn, rows(), shape.k); }
-  Tile tile_b(bool checked) const { return Tile(decode_tcgen05_descriptor(b, checked), shape.b, !shape.b_mn, columns(), shape.k); }
-};
-
-// Scale factors of A: a row's lie in lane row % 32 of column row / 32, and so in each quarter of the lanes. Those of B
-// do the same with n, all of them in each CTA. The id is the first byte of the column's four that holds one.
-// Visits f(row or n, address of its bytes in a quarter).
-template <class F>
-void for_each_scale(Cta& cta, uint32_t address, uint32_t id, uint32_t count, uint32_t quarter, F f) {
-  for (uint32_t i = 0; i < count; ++i)
-    f(i, tensor_place(cta, (address >> 16) + quarter * 32 + i % 32, (address & 0xffff) + i / 32, 1) + id);
-}
-
-void note_scales(Cta& cta, uint32_t address, uint32_t id, uint32_t blocks, uint32_t count, const Actor& actor) {
+void note_scales(Cta& cta, uint32_t address, uint32_t id, uint32_t blocks, uint32_t count, uint32_t first, uint32_t quarters, const Actor& actor) {
   TrackedMemory& tensor = tensor_memory(cta);
-  for (uint32_t quarter = 0; quarter < 4; ++quarter)
+  for (uint32_t quarter = first; quarter < first + quarters; ++quarter)
     for_each_scale(cta, address, id, count, quarter, [&](uint32_t, uint32_t place) { tensor.note_read(place, blocks, actor); });
 }
 
-void read_scales(Cta& cta, uint32_t address, uint32_t id, const MmaShape& s, uint32_t count, std::vector<float>* to) {
-  TrackedMemory& tensor = tensor_memory(cta);
-  to->resize(count * s.blocks);
-  for_each_scale(cta, address, id, count, 0, [&](uint32_t i, uint32_t place) {
-    const uint8_t* bytes = tensor.at(place, s.blocks, 1);
-    for (uint32_t b = 0; b < s.blocks; ++b) (*to)[i * s.blocks + b] = s.ue8m0 ? ue8m0_to_float(bytes[b]) : decode(kE4m3, bytes[b] & 0x7f);
-    if (!cta.cluster->machine->checking(kScaleFactors)) return;
-    for (uint32_t quarter = 1; quarter < 4; ++quarter)
-      if (std::memcmp(bytes, bytes + quarter * 32 * kLaneBytes, s.blocks))
-        throw SimError(format("scale_factors: those at lane %u, column %u differ from their copy at lane %u", (address >> 16) + i % 32, (address & 0xffff) + i / 32, (address >> 16) + i % 32 + quarter * 32));
-  });
-}
-
-void perform(const MmaOperation& op, bool checked) {
-  const MmaShape& s = op.shape;
-  static thread_local std::vector<float> a, b, d, scale_a, scale_b;
-  b.resize(s.k * s.n);
-  for (size_t i = 0; i < op.ctas.size(); ++i) read_tile(*op.ctas[i], op.tile_b(checked), b.data() + i * op.columns(), 1, s.n, s.negate_b);
-  for (size_t i = 0; i < op.ctas.size(); ++i) {
-    Cta& cta = *op.ctas[i];
-    a.resize(op.rows() * s.k);
-    if (op.a_in_tensor) {
-      for (uint32_t row = 0; row < op.rows(); ++row) {
-        const uint32_t* words = tensor_words(cta, (op.a_tensor >> 16) + op.a_lane(row), op.a_tensor & 0xffff, op.words_of_a());
-        decode_containers(s.a, reinterpret_cast<const uint8_t*>(words), op.words_of_a() * 4, a.data() + row * s.k);
-      }
-      if (s.negate_a) for (float& v : a) v = -v;
-    } else {
-      read_tile(cta, op.tile_a(checked), a.data(), s.k, 1, s.negate_a);
-    }
-    d.assign(op.rows() * s.n, 0.0f);
-    auto word = [&](uint32_t row, uint32_t n) -> uint32_t* {
-      uint32_t lane, column;
-      op.place(row, n, &lane, &column);
-      return tensor_words(cta, (op.d >> 16) + lane, (op.d & 0xffff) + column, 1);
-    };
-    if (op.accumulate)
-      for (uint32_t row = 0; row < op.rows(); ++row)
-        for (uint32_t n = 0; n < s.n; ++n) {
-          uint32_t bits = *word(row, n);
-          d[row * s.n + n] = (s.half_d ? f16_to_float(static_cast<uint16_t>(bits)) : from_bits(bits)) * op.scale_d;
-        }
-    if (s.blocks) {
-      read_scales(cta, op.sfa, s.sfa_id, s, op.rows(), &scale_a);
-      read_scales(cta, op.sfb, s.sfb_id, s, s.n, &scale_b);
-      multiply_scaled(d.data(), a.data(), b.data(), scale_a.data(), scale_b.data(), op.rows(), s.n, s.k, s.blocks);
-    } else {
-      multiply(d.data(), a.data(), b.data(), op.rows(), s.n, s.k);
-    }
-    for (uint32_t row = 0; row < op.rows(); ++row)
-      for (uint32_t n = 0; n < s.n; ++n) {
-        uint32_t lane, column;
-        op.place(row, n, &lane, &column);
-        if (op.disabled[i * 4 + lane / 32] >> (lane % 32) & 1) continue;
-        float v = d[row * s.n + n];
-        *word(row, n) = s.half_d ? float_to_f16(v) : to_bits(v);
-      }
+void note_shift(Cta& cta, uint32_t lane, uint32_t column, const Actor& actor) {
+  for (uint32_t row = lane; row < lane + 32; ++row) {
+    uint32_t address = tensor_place(cta, row, column, kShiftedColumns);
+    if (row > lane) tensor_memory(cta).note_read(address, kShiftedColumns * 4, actor);
+    if (row < lane + 31) tensor_memory(cta).note_write(address, kShiftedColumns * 4, actor);
   }
 }
-
-// CTAs of a group: this one, or this one and its peer.
-std::vector<Cta*> group_of(Warp& w, bool two) {
-  if (!two) return {w.cta};
-  auto& ctas = w.cta->cluster->ctas;
-  uint32_t even = w.cta->rank & ~1u;
-  if (even + 1 >= ctas.size()) throw SimError("cta_group::2 in a cluster without the peer CTA");
-  return {ctas[even].get(), ctas[even + 1].get()};
-}
-
-// Instr::kind of mma
-struct Kind {
-  static constexpr int two_ctas = 8, a_in_tensor = 16, blocks = 5;  // from bit 5 on: the blocks of k
-  static int mma(int kind) { return kind & 7; }
-};
 
 // a[0] D, a[1] A, a[2] B, a[3] instruction descriptor, a[4] enable-input-d; in.imm scale-input-d; lists: disabled lanes,
 // in.n of them, or of a block-scaled kind the addresses of the scale factors of A and B and the offsets from them
@@ -533,8 +419,11 @@ void mma(Warp& w, const Instr& in, uint32_t mask) {
     w.lane = l;
     MmaOperation op;
     op.two_ctas = in.kind & Kind::two_ctas;
-    uint32_t descriptor = w.reg<uint32_t>(in.a[3])[l], blocks = static_cast<uint32_t>(in.kind >> Kind::blocks);
-    op.shape = blocks ? decode_scaled_shape(descriptor, Kind::mma(in.kind), blocks, op.two_ctas) : decode_shape(descriptor, Kind::mma(in.kind), op.two_ctas);
+    uint32_t descriptor = w.reg<uint32_t>(in.a[3])[l], blocks = static_cast<uint32_t>(in.kind >> Kind::blocks & 7);
+    op.ws = in.kind & Kind::ws;
+    op.ashift = in.kind & Kind::ashift;
+    op.shape = blocks ? decode_scaled_shape(descriptor, Kind::mma(in.kind), blocks, op.two_ctas) : decode_shape(descriptor, Kind::mma(in.kind), op.two_ctas, op.ws);
+    if (op.ashift && op.shape.m < 128) throw SimError(format("descriptor: instruction descriptor 0x%08x: M below 128 with .ashift", descriptor));
     op.a_in_tensor = in.kind & Kind::a_in_tensor;
     op.accumulate = w.pred(in.a[4]) >> l & 1;
     op.d = w.reg<uint32_t>(in.a[0])[l] + static_cast<uint32_t>(in.size);
@@ -557,23 +446,21 @@ void mma(Warp& w, const Instr& in, uint32_t mask) {
       note_tile(cta, op.tile_b(checked), actor);
       if (!op.a_in_tensor) note_tile(cta, op.tile_a(checked), actor);
       TrackedMemory& tensor = tensor_memory(cta);
-      if (blocks) {
-        note_scales(cta, op.sfa, op.shape.sfa_id, blocks, op.rows(), actor);
-        note_scales(cta, op.sfb, op.shape.sfb_id, blocks, op.shape.n, actor);
-      }
-      for (uint32_t row = 0; row < op.rows(); ++row) {
-        if (op.a_in_tensor)
-          tensor.note_read(tensor_place(cta, (op.a_tensor >> 16) + op.a_lane(row), op.a_tensor & 0xffff, op.words_of_a()), op.words_of_a() * 4, actor);
-        bool halves = op.two_ctas && op.rows() == 64;
-        for (uint32_t half = 0; half < (halves ? 2u : 1u); ++half) {
-          uint32_t lane, column, columns = halves ? op.shape.n / 2 : op.shape.n;
-          op.place(row, half * columns, &lane, &column);
-          if (op.disabled[i * 4 + lane / 32] >> (lane % 32) & 1) continue;
-          uint32_t address = tensor_place(cta, (op.d >> 16) + lane, (op.d & 0xffff) + column, columns);
-          if (op.accumulate) tensor.note_read(address, columns * 4, actor);
-          tensor.note_write(address, columns * 4, actor);
+      if (blocks) note_scales(cta, op.sfa, op.shape.sfa_id, blocks, op.rows(), 0, 4, actor);
+      for (uint32_t group = 0; group < op.groups(); ++group) {
+        if (blocks) note_scales(cta, op.sfb, op.shape.sfb_id, blocks, op.width(), group * (4 / op.groups()), 4 / op.groups(), actor);
+        for (uint32_t row = 0; row < op.rows(); ++row) {
+          uint32_t lane = op.lane(row, group);
+          if (op.a_in_tensor)
+            tensor.note_read(tensor_place(cta, (op.a_tensor >> 16) + lane, op.a_tensor & 0xffff, op.words_of_a()), op.words_of_a() * 4, actor);
+          if (op.is_disabled(i, row, group)) continue;
+          uint32_t address = tensor_place(cta, (op.d >> 16) + lane, op.d & 0xffff, op.width());
+          if (op.accumulate) tensor.note_read(address, op.width() * 4, actor);
+          tensor.note_write(address, op.width() * 4, actor);
         }
       }
+      if (op.ashift)
+        for (uint32_t quarter = 0; quarter < 4; ++quarter) note_shift(cta, (op.a_tensor >> 16) + quarter * 32, op.a_tensor & 0xffff, actor);
     }
     push(w, w.tensor_core[l], key, [op, checked] { perform(op, checked); });
   }
@@ -581,34 +468,68 @@ void mma(Warp& w, const Instr& in, uint32_t mask) {
 }
 
 // ---- cp: shared memory to tensor memory ----
-// in.kind: rows | repeated every 32 lanes << 8 | two_ctas << 16; in.n: bytes of a row; in.imm: Element of the source,
+enum CopyForm { plain, one_a_warp, warpx4, warpx2_02_13, warpx2_01_23 };
+
+uint32_t copies_of(int form) { return form == warpx4 ? 4 : form >= warpx2_02_13 ? 2 : 1; }
+
+// Lane, from the address, of a row's copy. (The four rows of 4x256b refresh one lane of each warp.)
+uint32_t copied_lane(int form, uint32_t row, uint32_t copy) {
+  switch (form) {
+    case one_a_warp: return row * 32;
+    case warpx4: return row + copy * 32;
+    case warpx2_02_13: return row + copy * 64;
+    case warpx2_01_23: return row / 32 * 64 + row % 32 + copy * 32;
+    default: return row;
+  }
+}
+
+// in.kind: rows | CopyForm << 8 | two_ctas << 16; in.n: bytes of a row; in.imm: Element of the source,
 // e4m3 for plain bytes; a[0] address, a[1] descriptor
 void cp(Warp& w, const Instr& in, uint32_t mask) {
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     w.lane = l;
     uint32_t rows = static_cast<uint32_t>(in.kind & 0xff), columns = static_cast<uint32_t>(in.n) / 4, to = w.reg<uint32_t>(in.a[0])[l] + static_cast<uint32_t>(in.size);
-    uint32_t copies = in.kind >> 8 & 1 ? 4 : 1;
+    int form = in.kind >> 8 & 0xff;
+    uint32_t copies = copies_of(form);
     Tile tile(decode_tcgen05_descriptor(w.reg<uint64_t>(in.a[1])[l], w.machine->checking(kDescriptor)), static_cast<Element>(in.imm), true, rows, static_cast<uint32_t>(in.n));
     std::vector<Cta*> ctas = group_of(w, in.kind >> 16);
-    CoreActor actor(w, l, op_cp);
+    uint64_t key = rows == 4 ? op_cp_4x256b : op_cp;
+    CoreActor actor(w, l, key);
     for (Cta* cta : ctas) {
       note_tile(*cta, tile, actor);
       for (uint32_t row = 0; row < rows; ++row)
         for (uint32_t copy = 0; copy < copies; ++copy)
-          tensor_memory(*cta).note_write(tensor_place(*cta, (to >> 16) + row + 32 * copy, to & 0xffff, columns), columns * 4, actor);
+          tensor_memory(*cta).note_write(tensor_place(*cta, (to >> 16) + copied_lane(form, row, copy), to & 0xffff, columns), columns * 4, actor);
     }
-    push(w, w.tensor_core[l], op_cp, [=] {
+    push(w, w.tensor_core[l], key, [=] {
       for (Cta* cta : ctas)
         for (uint32_t row = 0; row < rows; ++row)
           for (uint32_t copy = 0; copy < copies; ++copy) {
-            uint32_t* words = tensor_words(*cta, (to >> 16) + row + 32 * copy, to & 0xffff, columns);
+            uint32_t* words = tensor_words(*cta, (to >> 16) + copied_lane(form, row, copy), to & 0xffff, columns);
             for (uint32_t chunk = 0; chunk < tile.chunks; ++chunk) {
               const uint8_t* from = cta->shared->at(tile.address(row, chunk), 16, 16);
               if (is_padded(tile.element)) unpack_containers(tile.element, from, reinterpret_cast<uint8_t*>(words + 4 * chunk));
               else std::memcpy(words + 4 * chunk, from, 16);
             }
           }
+    });
+  }
+  w.lane = -1;
+}
+
+// ---- shift ----
+// in.kind: two_ctas; a[0] address
+void shift(Warp& w, const Instr& in, uint32_t mask) {
+  for (uint32_t m = mask; m; m &= m - 1) {
+    w.lane = __builtin_ctz(m);
+    uint32_t address = w.reg<uint32_t>(in.a[0])[w.lane] + static_cast<uint32_t>(in.size), lane = address >> 16, column = address & 0xffff;
+    if (lane % 32 && w.machine->checking(kAlignment)) throw SimError(format("alignment: the rows from lane %u on, which is not a multiple of 32", lane));
+    std::vector<Cta*> ctas = group_of(w, in.kind);
+    CoreActor actor(w, w.lane, op_shift);
+    for (Cta* cta : ctas) note_shift(*cta, lane, column, actor);
+    push(w, w.tensor_core[w.lane], op_shift, [=] {
+      for (Cta* cta : ctas) shift_rows(*cta, lane, column);
     });
   }
   w.lane = -1;
@@ -710,16 +631,34 @@ int take_blocks(Decoder& d, int kind) {
   return blocks;
 }
 
+// What is to become of the collector buffer: of A, or where it is weight stationary one of B.
+std::string take_collector(Decoder& d, bool ws) {
+  for (const char* buffer : {"a", "b0", "b1", "b2", "b3"})
+    for (const char* what : {"fill", "use", "lastuse", "discard"})
+      if ((buffer[0] == 'b') == ws && d.take(format("collector::%s::%s", buffer, what).c_str())) return what;
+  return "";
+}
+
 void decode_mma(Decoder& d) {
-  static const char* const kinds[] = {"kind::f16", "kind::tf32", "kind::f8f6f4", "kind::mxf8f6f4", "kind::mxf4", "kind::mxf4nvf4"};
+  static const char* const kinds[] = {"kind::f16", "kind::tf32", "kind::f8f6f4", "kind::i8", "kind::mxf8f6f4", "kind::mxf4", "kind::mxf4nvf4"};
   if (take_group(d)) d.in.kind |= Kind::two_ctas;
+  bool ws = d.take("ws");
+  if (ws) d.in.kind |= Kind::ws;
+  if (ws && d.in.kind & Kind::two_ctas) d.fail("weight stationary over two CTAs");
   int kind = -1;
-  for (int i = 0; i < 6; ++i)
+  for (int i = 0; i < 7; ++i)
     if (d.take(kinds[i])) kind = i;
   if (kind < 0) d.fail("unknown kind");
   bool scaled = kind >= kind_mxf8f6f4;
   d.in.kind |= kind | (scaled ? take_blocks(d, kind) << Kind::blocks : 0);
-  d.take_one({"collector::a::fill", "collector::a::use", "collector::a::lastuse", "collector::a::discard"});
+  if (ws && scaled) d.fail("weight stationary with block scaling");
+  // Collector buffers hold what was read; what lies in memory must not change meanwhile, so that they change nothing.
+  std::string collector = take_collector(d, ws);
+  if (d.take("ashift")) {
+    d.in.kind |= Kind::ashift;
+    if (ws || scaled || d.operand(1).kind != Operand::address) d.fail(".ashift of an A that is not in tensor memory");
+    if (collector == "fill" || collector == "use") d.fail(".ashift and the collector buffer");
+  }
   d.expect(scaled ? 7 : 5, 7);
   d.in.a[0] = tensor_address(d, d.operand(0), &d.in.size);
   if (d.operand(1).kind == Operand::address) {
@@ -738,13 +677,14 @@ void decode_mma(Decoder& d) {
       d.list(tensor_address(d, d.operand(next++), &offset));
     }
     for (int32_t offset : offsets) d.list(offset);
-  } else if (d.operand(next).kind == Operand::vector) {
+  } else if (!ws && d.operand(next).kind == Operand::vector) {
     const Operand& lanes = d.operand(next++);
     if (lanes.items.size() != (d.in.kind & Kind::two_ctas ? 8u : 4u)) d.fail("size of the disabled lanes' mask");
     d.in.n = static_cast<int>(lanes.items.size());
     for (const Operand& o : lanes.items) d.list(d.value(o, *find_type("b32")));
   }
   d.in.a[4] = d.predicate(next++);
+  if (next < d.count() && ws) d.fail("zero-column masks are not modelled");
   if (next < d.count() && (kind == kind_f16 || kind == kind_tf32)) {
     d.in.imm = d.immediate(next++);
     if (d.in.imm > 15) d.fail("scale-input-d above 15");
@@ -758,18 +698,18 @@ void decode_tcgen05(Decoder& d) {
   if (!d.take(op.c_str())) d.fail("unknown form");
   const Type& b32 = *find_type("b32");
   if (op == "alloc") {
-    take_group(d);
+    bool two = take_group(d);
     expect_collective(d);
     take_space(d);
     d.type();
     d.expect(2, 2);
     int bytes = 0;
     d.in.a[0] = d.address(d.operand(0), &bytes);
-    d.in.kind = bytes == 8;
+    d.in.kind = (bytes == 8) | two << 1;
     d.in.a[1] = d.source_slot(1, b32);
     d.in.fn = alloc;
   } else if (op == "dealloc") {
-    take_group(d);
+    d.in.kind = take_group(d) << 1;
     expect_collective(d);
     d.type();
     d.expect(2, 2);
@@ -792,10 +732,11 @@ void decode_tcgen05(Decoder& d) {
     decode_mma(d);
   } else if (op == "cp") {
     int two = take_group(d);
-    std::string shape = d.take_one({"128x256b", "128x128b", "4x256b", "32x128b"});
+    std::string shape = d.take_one({"128x256b", "128x128b", "4x256b", "64x128b", "32x128b"});
     if (shape.empty()) d.fail("unknown shape");
-    bool repeated = d.take("warpx4");
-    if (repeated != (shape == "32x128b")) d.fail("unknown form");
+    std::string repeated = d.take_one({"warpx4", "warpx2::02_13", "warpx2::01_23"});
+    if (repeated.substr(0, 6) != (shape == "32x128b" ? "warpx4" : shape == "64x128b" ? "warpx2" : "")) d.fail("unknown form");
+    int form = shape == "4x256b" ? one_a_warp : repeated.empty() ? plain : repeated == "warpx4" ? warpx4 : repeated == "warpx2::02_13" ? warpx2_02_13 : warpx2_01_23;
     // Six bits become a byte alike, whichever type they are.
     Element source = Element::e4m3;
     if (d.take("b8x16")) {
@@ -804,13 +745,19 @@ void decode_tcgen05(Decoder& d) {
       source = from == "b4x16_p64" ? Element::e2m1 : Element::e2m3;
     }
     int rows = std::stoi(shape);
-    d.in.kind = rows | repeated << 8 | two << 16;
+    d.in.kind = rows | form << 8 | two << 16;
     d.in.n = shape.find("256b") != std::string::npos ? 32 : 16;
     d.expect(2, 2);
     d.in.a[0] = tensor_address(d, d.operand(0), &d.in.size);
     d.in.a[1] = d.source_slot(1, *find_type("b64"));
     d.in.imm = static_cast<uint64_t>(source);
     d.in.fn = cp;
+  } else if (op == "shift") {
+    d.in.kind = take_group(d);
+    if (!d.take("down")) d.fail("unknown direction");
+    d.expect(1, 1);
+    d.in.a[0] = tensor_address(d, d.operand(0), &d.in.size);
+    d.in.fn = shift;
   } else if (op == "commit") {
     take_group(d);
     if (!d.take("mbarrier::arrive::one")) d.fail("unknown completion mechanism");
@@ -834,6 +781,22 @@ bool wait_for_load(Warp& w) {
   w.retry();
   w.wait(describe_tensor_wait);
   return false;
+}
+
+void check_cta_groups(const Program& program) {
+  const Statement* first = nullptr;
+  std::string group;
+  for (const Instr& in : program.code) {
+    const Statement& s = *in.source;
+    if (s.opcode[0] != "tcgen05") continue;
+    for (const std::string& part : s.opcode) {
+      if (part.compare(0, 11, "cta_group::")) continue;
+      if (first && part != group)
+        throw SimError(format("cta_group: all tcgen05 instructions of a kernel must name the same one; here it is not that of PTX line %d\nkernel %s, PTX line %d\n  %s", first->line, program.function->name.c_str(), s.line, s.text.c_str()));
+      if (!first) first = &s;
+      group = part;
+    }
+  }
 }
 
 void check_tensor_memory_freed(Cta& cta) {
