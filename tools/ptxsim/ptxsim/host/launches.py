@@ -11,6 +11,7 @@ from pathlib import Path
 from .. import SimulationError, Statistics, Stream, encode_tiled
 from ..build import RUNTIME, build
 from . import tensor_map
+from .cubin import register_counts
 from .memory import DeviceMemory
 from .source import Library, calling_line
 
@@ -95,6 +96,7 @@ class Launches:
     def __post_init__(self) -> None:
         self._texts: dict[bytes, str] = {}  # cubin -> its PTX
         self._libraries: list[Library] = []
+        self._encoded: set[bytes] = set()  # tensor maps of the simulator
         self._stream, self._operations = Stream(), 0
         self._off: dict[tuple[int, str], list[str]] = {}  # (library, kernel) -> tolerated checks that it broke
         functions = (_LOAD(self._load), _LAUNCH(self._launch), _ENCODE(self._encode), _ATTRIBUTE(self.attribute))
@@ -122,10 +124,10 @@ class Launches:
             # A fat binary: the size of what follows its header of 16 bytes is in the header's second half.
             size = 16 + ctypes.c_uint64.from_address(image + 8).value
             binary = ctypes.string_at(image, size)
-            text = next((text for cubin, text in self._texts.items() if cubin in binary), None)
-            if text is None:
+            known = next((cubin for cubin in self._texts if cubin in binary), None)
+            if known is None:
                 raise SimulationError("it was not compiled by the DSL in this process: its PTX is not known")
-            self._libraries.append(Library(text))
+            self._libraries.append(Library(self._texts[known], register_counts(known)))
             return len(self._libraries)
         except BaseException as error:
             self._fail("a library was not loaded", error)
@@ -142,18 +144,21 @@ class Launches:
             params = bytearray(max((offset + size for offset, size in layout), default=0))
             for argument, (offset, size) in zip(arguments, layout, strict=False):
                 given = ctypes.string_at(argument, size)
-                params[offset : offset + size] = tensor_map.from_hardware(given) if size == tensor_map.BYTES else given
+                if size == tensor_map.BYTES and given not in self._encoded:
+                    given = tensor_map.from_hardware(given)
+                params[offset : offset + size] = given
             shape = {"grid": tuple(config.grid), "block": tuple(config.block), "cluster": cluster}
             buffers = [(address, size, text) for address, (size, text) in self.memory.buffers.items()]
             if self._operations != self.memory.operations:  # they come after all launches before them
                 self._stream, self._operations = Stream(), self.memory.operations
-            given = {
+            options = {
                 "smem": config.shared_bytes,
                 "params": bytes(params),
                 "memory": buffers,
+                "registers": self._libraries[library - 1].registers.get(name, 0),
                 "dependent": attributes.get(PROGRAMMATIC_SERIALIZATION, [0])[0] != 0,
             }
-            statistics = self._run(library, name, **shape, **given)
+            statistics = self._run(library, name, **shape, **options)
             self.done.append(Launch(name, **shape, shared_bytes=config.shared_bytes, statistics=statistics))
             print(f"ptxsim: {self.done[-1]}", file=sys.stderr, flush=True)
             return SUCCESS
@@ -205,6 +210,7 @@ class Launches:
                 swizzle=swizzle,
                 oob_fill=fill,
             )
+            self._encoded.add(encoded)
             ctypes.memmove(target, encoded, len(encoded))
             return SUCCESS
         except BaseException as error:

@@ -24,9 +24,13 @@ def calling_line() -> str:
 
 
 class Library:
-    """PTX with line information: the module, loaded without it, and where in the program each PTX line is from."""
+    """PTX with line information: the module, loaded without it, and where in the program each PTX line is from.
 
-    def __init__(self, ptx: str) -> None:
+    registers: by kernel, those that the assembler gave each thread.
+    """
+
+    def __init__(self, ptx: str, registers: dict[str, int]) -> None:
+        self.registers = registers
         lines = ptx.split("\n")
         files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.M))
         self._places: list[str] = []
