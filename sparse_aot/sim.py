@@ -12,6 +12,7 @@ checkout; there they are ``tools/ptxsim`` and ``cubins/ptx.zip``. Nothing of it 
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -191,8 +192,16 @@ def load(bundle, entry):
     return module
 
 
+class Memory(list):
+    """What the kernels of one call may touch, (address, bytes, name) each, and the stream that they are launched in."""
+
+    @functools.cached_property
+    def stream(self):
+        return find_simulator().Stream()
+
+
 def run(entry, grid, params, memory):
-    """Run a kernel to its end, on the bytes of each parameter; see ``ptxsim.Module.launch``."""
+    """Run a kernel to its end, on the bytes of each parameter and a ``Memory``; see ``ptxsim.Module.launch``."""
     from sparse_aot._core.bundle import get_bundle
 
     return load(get_bundle(), entry).launch(
@@ -205,6 +214,9 @@ def run(entry, grid, params, memory):
         seed=options.seed,
         off=options.off,
         max_steps=options.max_steps,
+        stream=memory.stream,
+        dependent=entry["pdl"],
+        registers=entry["registers"],
     )
 
 

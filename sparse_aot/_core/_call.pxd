@@ -38,7 +38,7 @@ cdef class Call:
     cdef DLDevice where
     cdef readonly Device device  # None for host arrays that no kernel works on
     cdef bint on_host
-    cdef list memory  # of host arrays: (address, bytes, name) each
+    cdef object memory  # of host arrays: a sim.Memory
     cdef cydriver.CUstream stream
     cdef cydriver.CUcontext context  # of `stream`, current while the Call lives
     cdef cydriver.CUcontext home  # that of the caller's default streams

@@ -111,7 +111,7 @@ cdef Call open_call(str name, object array, View* view, object stream):
         call.where = device_of(name, array)
     if call.where.device_type == CPU:
         call.on_host = call.ordered = True
-        call.memory = []
+        call.memory = sim.Memory()
         if stream is not None:
             stream_handle(stream)
         if known:

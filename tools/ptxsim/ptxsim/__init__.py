@@ -214,8 +214,8 @@ class Module:
         checks: names of the checks to make (default: all, see CHECKS); off: names to leave out.
         resident: how many CTAs run at the same time. max_steps: stop after so many warp instructions; 0: never.
         stream: launches of one stream follow one another; the checks know what earlier ones wrote and read.
-        dependent: launched with programmatic stream serialisation, so that nothing of the launch before it may be relied
-            on until ``griddepcontrol.wait``.
+        dependent: launched with programmatic stream serialisation, so that nothing of the launch before it may be
+            relied on until ``griddepcontrol.wait``.
         accuracy: "exact" computes approximate functions and the sums of tensor cores as well as the host can; "chip"
             gives the former errors up to what the PTX ISA documents, and forms the latter as Hopper's mma and wgmma do.
         registers: those that each thread starts with, where the kernel has no .maxnreg; 0: as many as there are.

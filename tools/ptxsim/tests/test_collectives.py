@@ -80,8 +80,8 @@ def allocating(ctas, edit=lambda body: body, **options):
     out = np.full((ctas, 2), -1, np.int32)
     group = f"cta_group::{ctas}"
     alloc = f"@!%p9 tcgen05.alloc.{group}.sync.aligned.shared::cta.b32 [held], %r0; bar.sync 0;"
-    body = f"""mov.b32 %r0, 64; setp.ge.u32 %p9, %t, 32; mov.u32 %r10, %cluster_ctarank; setp.eq.u32 %p8, %r10, 0; setp.ne.u32 %p0, %t, 0;
-      mad.wide.u32 %d0, %r10, 8, %q0;
+    body = f"""mov.b32 %r0, 64; setp.ge.u32 %p9, %t, 32; mov.u32 %r10, %cluster_ctarank; setp.eq.u32 %p8, %r10, 0;
+      mad.wide.u32 %d0, %r10, 8, %q0; setp.ne.u32 %p0, %t, 0;
       {alloc} ld.shared.b32 %r1, [held]; @!%p0 st.global.b32 [%d0], %r1; bar.sync 0;
       {alloc} ld.shared.b32 %r2, [held]; @!%p0 st.global.b32 [%d0+4], %r2; bar.sync 0;
       {cluster_sync(ctas)}

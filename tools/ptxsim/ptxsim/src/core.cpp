@@ -254,7 +254,6 @@ Machine::Machine(const Module& m, const Program& p, const Launch& l, GlobalMemor
   if (checking(kSharedLimit) && end > kSharedEnd)
     throw SimError(format("shared_limit: %llu bytes of shared memory; a CTA has %u", static_cast<unsigned long long>(end - kSharedBegin), kSharedEnd - kSharedBegin));
   global.add(launch.params.data(), launch.params.size(), "the kernel's parameters", false);
-  global.starts_at(first_cluster);
 }
 
 std::string Machine::where(const Warp& warp, int at) const {

@@ -49,7 +49,9 @@ bool TrackedMemory::written(uint32_t address, uint32_t n) const {
 }
 
 GlobalMemory::GlobalMemory(uint32_t checks, Stream& stream)
-    : checks_(checks), tracked_(checks & (kOrderChecks & ~kTensorFence)), stream_(stream), rules_("global", checks, &stream.clusters, kAnyCluster, 1, false) {}
+    : checks_(checks), tracked_(checks & (kOrderChecks & ~kTensorFence)), stream_(stream) {
+  stream.rules.start_launch(checks, static_cast<uint32_t>(stream.clusters.size()));
+}
 
 void GlobalMemory::add(const void* data, uint64_t bytes, const std::string& name, bool tracked) {
   uint64_t begin = reinterpret_cast<uint64_t>(data);
@@ -74,8 +76,8 @@ void GlobalMemory::note(uint64_t address, uint32_t n, const Actor& actor, bool w
       last_number_ = number;
       last_page_ = page.get();
     }
-    if (writing) rules_.write(*last_page_, address - offset, offset, here, actor);
-    else rules_.read(*last_page_, address - offset, offset, here, actor);
+    if (writing) stream_.rules.write(*last_page_, address - offset, offset, here, actor);
+    else stream_.rules.read(*last_page_, address - offset, offset, here, actor);
     address += here;
     n -= here;
   }

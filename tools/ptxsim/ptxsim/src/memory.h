@@ -48,6 +48,9 @@ struct Stream {
   Clusters clusters{nullptr};   // number 0: what was there before every launch
   std::unordered_map<uint64_t, std::unique_ptr<History>> pages;
   uint32_t settled = 0;         // clusters below have ended when the next launch starts, a dependent one too
+  OrderRules rules{"global", 0, &clusters, kAnyCluster, 1, false};
+  Stream() = default;
+  Stream(const Stream&) = delete;
 };
 
 class GlobalMemory {
@@ -69,7 +72,6 @@ class GlobalMemory {
   // After at() has found the place.
   void note_read(uint64_t address, uint32_t n, const Actor& actor) { if (tracked_ && last_->tracked) note(address, n, actor, false); }
   void note_write(uint64_t address, uint32_t n, const Actor& actor) { if (tracked_ && last_->tracked) note(address, n, actor, true); }
-  void starts_at(uint32_t cluster) { rules_.launch_begin = cluster; }
 
  private:
   uint8_t* find(uint64_t address, uint32_t n);
@@ -78,7 +80,6 @@ class GlobalMemory {
   uint32_t checks_;
   bool tracked_;
   Stream& stream_;
-  OrderRules rules_;
   std::vector<Buffer> buffers_;  // sorted by address
   Buffer none_{1, 0, "", false};
   const Buffer* last_ = &none_;

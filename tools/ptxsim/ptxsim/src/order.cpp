@@ -151,7 +151,7 @@ const Agents::Agent* OrderRules::agent(uint32_t cluster, uint32_t e) const {
 void OrderRules::report(uint64_t address, const std::string& what, uint32_t cluster, uint32_t e, uint32_t lanes, int line) const {
   const Agents::Agent* a = agent(cluster, e);
   std::string who = a ? a->name : "a cluster of an earlier launch";
-  if (cluster < launch_begin) who += " of an earlier launch";
+  if (cluster < launch_begin_) who += " of an earlier launch";
   if (a && !a->asynchronous && lanes && !(lanes & (lanes - 1))) who += format(", lane %d,", __builtin_ctz(lanes));
   throw SimError(format("%s %s at PTX line %d: %s address 0x%llx", what.c_str(), who.c_str(), line, kind_, static_cast<unsigned long long>(address)));
 }
@@ -194,7 +194,7 @@ void OrderRules::check_writer(const History& h, uint64_t base, size_t at, const 
   Written w = Written::unpack(h.writer[at]);
   uint32_t cluster = h.writer_cluster.empty() ? cluster_ : h.writer_cluster[at], lanes = 1u << w.lane;
   auto stop = [&](const char* what) { report(address, what, cluster, w.epoch, lanes, w.line); };
-  if (actor.read_only && cluster >= launch_begin && (checks_ & kRace)) stop("race: read as constant for the kernel (ld.global.nc) of what it writes, by");
+  if (actor.read_only && cluster >= launch_begin_ && (checks_ & kRace)) stop("race: read as constant for the kernel (ld.global.nc) of what it writes, by");
   if (cluster == actor.clock->cluster) {
     if (same_thread(actor, cluster, w.epoch, lanes)) {
       if (!follows(actor, w.epoch) && (checks_ & kTensorOrder)) stop(writing ? "tensor_order: nothing orders this write after that of" : "tensor_order: nothing orders this read after the write of");

@@ -173,7 +173,8 @@ class OrderRules {
   // Units [first, first + n) of a history that starts at `base`.
   void read(History& h, uint64_t base, size_t first, size_t n, const Actor& actor);
   void write(History& h, uint64_t base, size_t first, size_t n, const Actor& actor);
-  uint32_t launch_begin = 0;  // the first cluster of the launch that runs
+  // Of global memory: the checks of the launch that comes, and its first cluster.
+  void start_launch(uint32_t checks, uint32_t first) { checks_ = checks; launch_begin_ = first; }
 
  private:
   struct Reader {
@@ -198,6 +199,7 @@ class OrderRules {
   const Clusters* clusters_;
   uint32_t cluster_, unit_;
   bool tensor_;
+  uint32_t launch_begin_ = 0;
   std::vector<std::vector<Reader>> sets_;
   std::map<std::vector<Reader>, uint32_t> set_numbers_;
   Reader last_before_{}, last_added_{}, last_after_{};
