@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--cutlass", type=Path, required=True, metavar="DIR", help="checkout of NVIDIA/cutlass")
     parser.add_argument("--flash-attention", type=Path, metavar="DIR", help="checkout of Dao-AILab/flash-attention")
     parser.add_argument("--quack", type=Path, metavar="DIR", help="checkout of Dao-AILab/quack")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="programs whose path and arguments match")
+    parser.add_argument("--only", action="append", metavar="GLOB", help="programs whose path and arguments match any")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="programs at a time (default: %(default)s)")
     parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS", help="of a run (default: %(default)s)")
@@ -168,7 +168,9 @@ def main() -> int:
     public = tomllib.loads((PUBLIC / "programs.toml").read_text())
     runner = Runner(checkouts, public["habits"], arguments.seed, arguments.timeout, arguments.logs)
     programs = [
-        p for p in read_programs(public["group"]) if runner.can_run(p) and fnmatch.fnmatch(str(p), arguments.only)
+        p
+        for p in read_programs(public["group"])
+        if runner.can_run(p) and any(fnmatch.fnmatch(str(p), glob) for glob in arguments.only or ["*"])
     ]
     rows, unexpected = [], 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
