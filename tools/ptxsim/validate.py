@@ -142,6 +142,8 @@ class Runner:
         habits = ", ".join(f"`{check}`" for check in broken if check not in program.flags)
         result = "; ".join([*flags, outcome.text] if not (flags and outcome.passes) else flags)
         result += f" but for {habits}" if habits else ""
+        if program.lacks:
+            result = f"lacks: {result}"
         cost = f"{outcome.instructions / 1e6:.1f} M instructions, {time.perf_counter() - start:.0f} s"
         as_listed = program.lacks in outcome.text if program.lacks else outcome.passes or bool(program.flags)
         return as_listed and program.flags.keys() <= {*broken}, result, cost
