@@ -162,14 +162,16 @@ def test_installed_wheel_whose_cubin_is_damaged_does_not_verify(installed, tmp_p
     assert victim.name in result.stdout + result.stderr
 
 
-def test_wheel_of_the_simulator_carries_the_engine_and_the_ptx(simulator_wheel):
+def test_wheel_of_the_simulator_carries_its_libraries_and_the_ptx(simulator_wheel):
     assert re.fullmatch(r"sparse_aot_sim-[\d.]+-py3-none-linux_\w+\.whl", simulator_wheel.name)
     with zipfile.ZipFile(simulator_wheel) as opened:
         names = {name for name in opened.namelist() if "dist-info" not in name}
         ptx = zipfile.ZipFile(io.BytesIO(opened.read("ptxsim/ptx.zip"))).namelist()
         (licence,) = (name for name in opened.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
         assert opened.read(licence) == (ROOT / "LICENSE").read_bytes()
-    assert names == {f"ptxsim/{name}" for name in ("__init__.py", "build.py", "_engine.so", "ptx.zip")}
+    package = ROOT / "tools" / "ptxsim" / "ptxsim"
+    modules = {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
+    assert names == modules | {"ptxsim/_engine.so", "ptxsim/host/_runtime.so", "ptxsim/ptx.zip"}
     assert set(ptx) == {f"{path}.ptx" for path in RESTRICTED}
 
 

@@ -39,26 +39,32 @@ def compile_ptx(target):
 
 
 class BuildPy(build_py):
-    """Also compiles the engine, and in a checkout the kernels."""
+    """Also compiles the libraries, and in a checkout the kernels."""
 
     def run(self):
         super().run()
         sys.path.insert(0, str(HERE))
-        from ptxsim.build import build as build_engine
+        from ptxsim.build import HERE as PACKAGE
+        from ptxsim.build import LIBRARIES
+        from ptxsim.build import build as build_library
 
         target = Path(self.build_lib, "ptxsim")
-        shutil.copy2(build_engine(), target)
+        for library in LIBRARIES:
+            shutil.copy2(build_library(library), target / library.path.relative_to(PACKAGE))
         if IN_CHECKOUT:
             compile_ptx(target / PTX.name)
 
 
 class SourceDistribution(sdist):
-    """Also packs the engine's sources, the tests and the kernels' PTX: it installs where there is no checkout."""
+    """Also packs the libraries' sources, the tests and the kernels' PTX: it installs where there is no checkout."""
 
     def make_release_tree(self, base_dir, files):
-        found = (path for pattern in ("ptxsim/src/*", "tests/*.py") for path in HERE.glob(pattern))
+        found = (
+            path for pattern in ("ptxsim/src/*", "ptxsim/host/*.cpp", "tests/**/*.py") for path in HERE.glob(pattern)
+        )
         sources = [str(path.relative_to(HERE)) for path in found]
-        super().make_release_tree(base_dir, sorted({*files, *sources} - {"ptxsim/_engine.so"}))
+        compiled = {"ptxsim/_engine.so", "ptxsim/host/_runtime.so"}
+        super().make_release_tree(base_dir, sorted({*files, *sources} - compiled))
         if IN_CHECKOUT:
             compile_ptx(Path(base_dir, "ptxsim", PTX.name))
 

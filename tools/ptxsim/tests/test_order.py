@@ -113,7 +113,7 @@ WRONG = [
     ("copied", "cp.async.wait_group 0;", "cp.async.wait_group 1;", "race: read not"),
     ("gathered", "bar.warp.sync -1;", "", "(race|proxy_fence): "),
     ("gathered", "fence.proxy.async;", "@!%p0 fence.proxy.async;", "proxy_fence: .* cp.async groups of warp 0"),
-    ("gathered", "cp.async.wait_group 0;", "@!%p0 cp.async.wait_group 0;", "race: read not .* cp.async groups of warp 0"),
+    ("gathered", "cp.async.wait_group 0;", "@!%p0 cp.async.wait_group 0;", "race: read not .* cp.async groups"),
     ("flag", "st.release.gpu", "st.relaxed.gpu", "race: read not ordered after the write by .*CTA .0, 0, 0."),
     ("flag", "st.release.gpu", "st.release.cta", "race: "),
     ("flag", "ld.acquire.gpu", "ld.acquire.cta", "race: "),
