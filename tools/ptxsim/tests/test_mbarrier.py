@@ -78,6 +78,8 @@ def test_a_fence_after_a_relaxed_wait_acquires(seed):
         ("mbarrier.arrive.acquire.cta.shared.b64 _, [bar];", "`.acquire` has no meaning here"),
         ("mbarrier.test_wait.parity.release.cta.shared.b64 %p1, [bar], 0;", "`.release` has no meaning here"),
         ("fence.proxy.async::generic.release.sync_restrict::shared::cluster.cluster;", "unknown form"),
+        ("fence.release.sync_restrict::shared::cluster.cluster;", "unknown form"),
+        ("fence.acquire.sync_restrict::shared::cluster.gpu;", "unknown form"),
     ],
 )
 def test_what_the_isa_leaves_undefined_or_does_not_have(body, message):

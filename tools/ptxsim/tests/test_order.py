@@ -255,13 +255,21 @@ SENT = f"""@!%p0 mbarrier.init.shared.b64 [bar], 1; {SYNC} setp.ne.u32 %p2, %r20
   ld.shared.b32 %r7, [tile]; END:"""
 
 
+RESTRICTED = SENT.replace(".release.cluster", ".relaxed.cluster").replace(".acquire.cluster", ".relaxed.cluster")
+RESTRICTED = RESTRICTED.replace("mbarrier.arrive", "fence.release.sync_restrict::shared::cta.cluster; mbarrier.arrive")
+ACQUIRED = "fence.acquire.sync_restrict::shared::cluster.cluster;"
+RESTRICTED = RESTRICTED.replace("ld.shared.b32 %r7", ACQUIRED + "ld.shared.b32 %r7")
+
+
 def test_what_another_cta_sends_needs_the_scope_of_the_cluster():
     for seed in SEEDS:
+        run(RESTRICTED, grid=2, cluster=2, seed=seed)
         run(SENT, grid=2, cluster=2, seed=seed)
         run(SENT.replace(".release.cluster", "").replace(".acquire.cluster", ""), grid=2, cluster=2, seed=seed)
     for order in (".release.cluster", ".acquire.cluster"):
         narrow = SENT.replace(order, order.replace("cluster", "cta"))
         reports(narrow, "race: read not ordered after the write by warp 0 of CTA .0", grid=2, cluster=2)
+    reports(RESTRICTED.replace(ACQUIRED, ""), "race: read not ordered after the write by warp 0", grid=2, cluster=2)
 
 
 # ---- tensor memory ----

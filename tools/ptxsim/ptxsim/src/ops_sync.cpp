@@ -509,9 +509,13 @@ void decode_fence(Decoder& d) {
     d.in.fn = fence;
     return;
   }
-  d.take_one({"sc", "acq_rel", "acquire", "release"});
+  // Restricted to synchronisation through shared memory; taken as if it were not.
+  std::string order = d.take_one({"sc", "acq_rel", "acquire", "release"});
+  std::string restriction = d.take_one({"sync_restrict::shared::cta", "sync_restrict::shared::cluster"});
   d.in.kind = take_scope(d, kNoScope);
   if (!d.in.kind) d.fail("no known scope");
+  if (!restriction.empty() && (restriction != (order == "release" ? "sync_restrict::shared::cta" : "sync_restrict::shared::cluster") || d.in.kind != kClusterScope || (order != "acquire" && order != "release")))
+    d.fail("unknown form");
   d.expect(0, 0);
   d.in.fn = fence;
 }
