@@ -215,6 +215,11 @@ def test_what_a_launch_has_waited_for_is_over_for_the_next():
 
 # ---- clusters ----
 SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+SENT = f"""@!%p0 mbarrier.init.shared.b64 [bar], 1; {SYNC} setp.ne.u32 %p2, %r20, 0; @%p2 bra READER; @%p0 bra END;
+  mov.u32 %r5, tile; mapa.shared::cluster.u32 %r5, %r5, 1; st.shared::cluster.b32 [%r5], %r20; mov.u32 %r6, bar;
+  mapa.shared::cluster.u32 %r6, %r6, 1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r6]; bra END;
+  READER: mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p4, [bar], 0; @!%p4 bra READER;
+  ld.shared.b32 %r7, [tile]; END:"""
 VISIT = f"{SYNC} mov.u32 %r5, tile; xor.b32 %r6, %r20, 1; mapa.shared::cluster.u32 %r5, %r5, %r6; @%p0 bra END;"
 VISIT += f"st.shared::cluster.b32 [%r5], %t; END: {SYNC} ld.shared.b32 %r7, [tile];"
 
@@ -234,6 +239,17 @@ def test_a_cta_that_may_have_ended_is_not_visited():
     reports(body, "cluster: .*(ends without being ordered after|which has ended)", grid=2, cluster=2)
 
 
+def test_a_cta_may_end_when_one_lane_says_that_all_have_visited():
+    """Whatever the scope of the wait: it orders execution."""
+    read = "ld.shared::cluster.b32 %r9, [%r5]; bar.warp.sync -1; @%p0 bra END;"
+    told = SENT.replace("@%p0 bra END;\n", "").replace("st.shared::cluster.b32 [%r5], %r20;", read)
+    told = f"st.shared.b32 [%r1], %t; {told}".replace("ld.shared.b32 %r7, [tile];", "")
+    for scope in (".acquire.cluster", ".acquire.cta"):
+        for seed in SEEDS:
+            run(told.replace(".acquire.cluster", scope), grid=2, cluster=2, seed=seed)
+    reports(told.replace("bar.warp.sync -1;", ""), "cluster: CTA .1, 0, 0. ends without", grid=2, cluster=2, threads=32)
+
+
 def test_a_barrier_of_another_cta_must_be_known_to_be_initialised():
     arrive = """mov.u32 %r5, bar; xor.b32 %r6, %r20, 1; mapa.shared::cluster.u32 %r5, %r5, %r6;
                 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r5];"""
@@ -246,13 +262,6 @@ def test_a_barrier_of_another_cta_must_be_known_to_be_initialised():
     for seed in SEEDS:
         with pytest.raises(ptxsim.SimulationError, match=r"(mbarrier|cluster): "):
             run(body.replace(relaxed, "bar.sync 0;"), grid=2, cluster=2, seed=seed)
-
-
-SENT = f"""@!%p0 mbarrier.init.shared.b64 [bar], 1; {SYNC} setp.ne.u32 %p2, %r20, 0; @%p2 bra READER; @%p0 bra END;
-  mov.u32 %r5, tile; mapa.shared::cluster.u32 %r5, %r5, 1; st.shared::cluster.b32 [%r5], %r20; mov.u32 %r6, bar;
-  mapa.shared::cluster.u32 %r6, %r6, 1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r6]; bra END;
-  READER: mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p4, [bar], 0; @!%p4 bra READER;
-  ld.shared.b32 %r7, [tile]; END:"""
 
 
 RESTRICTED = SENT.replace(".release.cluster", ".relaxed.cluster").replace(".acquire.cluster", ".relaxed.cluster")

@@ -138,7 +138,9 @@ void Warp::sync(uint32_t mask) {
     }
     first = i;
   }
-  tell_past(known[first].clock.seen, mask);
+  Clock& clock = known[first].clock;
+  tell_past(clock.seen, mask);
+  clock.passed.see(agent, now, mask);
   tick();
 }
 
