@@ -246,7 +246,7 @@ def test_a_cta_may_end_when_one_lane_says_that_all_have_visited():
     told = f"st.shared.b32 [%r1], %t; {told}".replace("ld.shared.b32 %r7, [tile];", "")
     for scope in (".acquire.cluster", ".acquire.cta"):
         for seed in SEEDS:
-            run(told.replace(".acquire.cluster", scope), grid=2, cluster=2, seed=seed)
+            run(told.replace(".acquire.cluster", scope), grid=2, cluster=2, threads=32, seed=seed)
     reports(told.replace("bar.warp.sync -1;", ""), "cluster: CTA .1, 0, 0. ends without", grid=2, cluster=2, threads=32)
 
 
