@@ -430,8 +430,8 @@ void note_visit(Warp& w, int lane, Cta& cta, const Actor& actor) {
   for (auto& warp : cta.warps) started |= passed.knows(warp->agent);
   if (!started) throw SimError(format("cluster: access to shared memory of CTA (%u, %u, %u) without having synchronised with it: it may not have started", cta.id[0], cta.id[1], cta.id[2]));
   if (cta.live_warps == 0) throw SimError(format("cluster: access to shared memory of CTA (%u, %u, %u), which has ended", cta.id[0], cta.id[1], cta.id[2]));
-  uint32_t first = static_cast<uint32_t>(__builtin_ctz(actor.lanes));
-  cta.visits[epoch_agent(actor.tag) << 5 | first] = {actor.tag, actor.lanes, actor.line};
+  for (uint32_t m = actor.lanes; m; m &= m - 1)
+    cta.visits[epoch_agent(actor.tag) << 5 | static_cast<uint32_t>(__builtin_ctz(m))] = {actor.tag, m & -m, actor.line};
 }
 
 void Machine::warp_exited(Warp& warp) {
