@@ -57,7 +57,6 @@ COPIES = "of copies by cp.async, whose lanes each wait for their own, one fence 
 SCOPE = "an atomic of a CTA beside those of the device on the same word"
 GROUPS = "where a group's union is written passes 2^32 from 2^22 groups on, which are as many CTAs"
 UNSEEN = {
-    ("sm_90a fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
     ("sm_90a fwd g4 bfloat16", "setmaxnreg: few"): {4: FEW},
     ("sm_100f fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
     ("sm_100f fwd g4 bfloat16", "wait for loads dropped"): {2: LOADS, 4: LOADS},
@@ -66,7 +65,6 @@ UNSEEN = {
     ("sm_100f fwd g1 float32", "proxy fence of one lane"): {2: COPIES},
     ("sm_100f fwd g1 float32", "wait for loads dropped"): {6: LOADS, 12: LOADS},
     ("sm_100f fwd g1 float32", "setmaxnreg: few"): {1: FEW},
-    ("csr_collect", "atomic of a CTA"): {1: SCOPE, 2: SCOPE, 3: SCOPE, 4: SCOPE},
     ("walk_plan", "signed offset cut"): {16: GROUPS},
     ("walk_plan", "offset cut"): {16: GROUPS},
 }

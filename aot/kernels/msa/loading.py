@@ -120,6 +120,8 @@ def fetch_queries(
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
+        if const_expr(tokens < 32):
+            cute.arch.sync_warp()  # the lanes that arrive do so for the others' copies too
     if lane < tokens:
         cute.arch.mbarrier_arrive(full)
 
