@@ -21,6 +21,7 @@ RULES = [
         r"csr_|walk_plan|radix_|schedule_", r".*offset cut", r"mul\.wide\.[su]32\s+%rd\d+, %r\d+, [48];",
         "an index of fewer than 2^29: of an entry of a head (2^24 tokens of 32 blocks), a row, a sequence or a digit",
     ),
+    (r"radix_scan", r".*offset cut", r"", "counts of 4 GiB are those of 2^31 entries"),
     (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 32;", "2^31 rows of q are 512 GiB"),
 ]  # fmt: skip
 
@@ -33,6 +34,9 @@ NUMBERED = {
     ("walk_plan", "lt and le"): {1: "a thread writes a word that it clears afterwards"},
     ("sm_100f combine topk8 bfloat16", "constant one more"): {12: "the bits below are 0"},
     ("walk_plan", "gt and ge"): {1: "there are more words than threads"},
+    ("walk_plan", "constant one less"): {1: "a group has a power of two of tokens, at least 8"},
+    ("radix_count", "lt and le"): {1: "clears a word that nothing reads"},
+    ("radix_count", "gt and ge"): {1: "clears a word that nothing reads"},
     ("csr_keys", "lt and le"): {1: "clears a word that nothing reads"},
     ("csr_keys", "gt and ge"): {1: "clears a word that nothing reads", 18: "the host refuses too few rows"},
     ("csr_keys", "minimum and maximum"): {1: "cu_seqlens_q ascends"},
@@ -54,8 +58,8 @@ NUMBERED = {
 LOADS = "a register that a load has yet to fill makes its reader wait, since compilers let readers come first"
 FEW = "the values that producers hold fit into 24 registers, which the simulator counts without what ptxas adds"
 COPIES = "of copies by cp.async, whose lanes each wait for their own, one fence is taken for all"
-SCOPE = "an atomic of a CTA beside those of the device on the same word"
 GROUPS = "where a group's union is written passes 2^32 from 2^22 groups on, which are as many CTAs"
+GARBAGE = "an entry past a token's count is read, and the garbage there is past all entries"
 UNSEEN = {
     ("sm_90a fwd g4 bfloat16", "setmaxnreg: few"): {4: FEW},
     ("sm_100f fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
@@ -65,6 +69,7 @@ UNSEEN = {
     ("sm_100f fwd g1 float32", "proxy fence of one lane"): {2: COPIES},
     ("sm_100f fwd g1 float32", "wait for loads dropped"): {6: LOADS, 12: LOADS},
     ("sm_100f fwd g1 float32", "setmaxnreg: few"): {1: FEW},
+    ("csr_split", "gt and ge"): {2: GARBAGE, 6: GARBAGE, 9: GARBAGE, 12: GARBAGE},
     ("walk_plan", "signed offset cut"): {16: GROUPS},
     ("walk_plan", "offset cut"): {16: GROUPS},
 }

@@ -90,7 +90,7 @@ def launches_of(arch, csr, case):
 
 MAX_STEPS = 2_000_000  # warp instructions of a launch; none takes a third of that
 LENGTHS = {  # of keys: partial blocks, items too small for every consumer
-    "small": [400, 200, 45, 110],
+    "small": [400, 200, 45, 110, 127],
     "long": [2000, 600],  # by one CTA: every ring goes round 16 times
 }
 ARRAYS = {
@@ -125,7 +125,7 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
 
     @functools.cache
     def prepared(size, traversal):
-        lens_q = [min(70, 320 // g), 3, 2, 2] if size == "small" else [min(150, 640 // g), 20]
+        lens_q = [min(70, 320 // g), 3, 2, 2, 1] if size == "small" else [min(150, 640 // g), 20]
         lens_k = LENGTHS[size]
         options = {"layout": layout, "causal": True, "trim": size == "long"}
         if size == "long" and topk == 4:  # every entry of the CSR counts
@@ -220,18 +220,39 @@ def spread_blocks(selection):
     return selection
 
 
+WALK_CAP = 128  # rows of a group that walks
+
+
+def a_row_too_many():
+    """Groups that name as many rows as a walk can, all by each warp in its first round, and in the second one more:
+    each group in another of the four entries that a thread takes a round."""
+    tokens, group = np.arange(512), np.arange(4)
+    q2k = (tokens % 2 * 16 + tokens // 8 % 4 * 32)[None, :, None] + np.arange(16)
+    q2k[0, 128 * group + 64 + 8 * group, 0] = WALK_CAP
+    return Selection(q2k.astype(np.int32), [512], [(WALK_CAP + 1) * BLOCK], g=1)
+
+
+def same_blocks(tokens, blocks, g):
+    """Of all tokens."""
+    q2k = np.tile(np.array(blocks, np.int32), (1, tokens, 1))
+    return Selection(q2k, [tokens], [(max(blocks) + 1) * BLOCK], g)
+
+
 MANY_ROWS = 2100  # which are sorted in several passes
 SELECTIONS = {
-    "several tiles": lambda: random_selection(5, 3, 800, 3000, 2, 4, g=1),
+    "three sequences": lambda: random_selection(5, 3, 800, 3000, 2, 4, g=1),
+    "several tiles": lambda: same_blocks(1100, range(4), g=16),
     "rows of no sequence": lambda: strided(random_selection(9, 4, 90, 900, 2, 4, padding=77, empty_rows=300)),
     "many rows": lambda: unequal([700, *[10] * 40], [1000 * BLOCK, *(BLOCK * blocks for blocks in range(20, 60))]),
     "many sequences": lambda: random_selection(70, 70, 20, 700, 2, 4, g=1),
     "several items a row": lambda: Selection(np.zeros((2, 300, 4), np.int32), [200, 100], [700, 1], 16),
     "neighbours": neighbours,
-    "large": lambda: spread_blocks(random_selection(3, 1, 1024, 3000, 4, 4, g=4, empty_rows=MANY_ROWS)),
+    "large": lambda: spread_blocks(random_selection(3, 1, 1024, MANY_ROWS * BLOCK, 4, 4, g=4)),
     "unions overflow": lambda: random_selection(1, 1, 300, 24_000, 2, 4, g=2),
+    "a row too many": a_row_too_many,
+    "a row in the last slot": lambda: same_blocks(128, range(113, 145), g=1),
 } | {  # a thread takes an entry in 256: the first that does not exist is each of the 8 that a round of a loop takes
-    f"{tokens} tokens": functools.partial(random_selection, 1, 1, tokens, 300, 1, 4, empty_rows=MANY_ROWS)
+    f"{tokens} tokens": functools.partial(random_selection, 1, 1, tokens, 300, 2, 4, empty_rows=MANY_ROWS)
     for tokens in range(1, 512, 64)
 }
 FROM_CSR = ("csr_collect", "csr_split", "schedule_count", "schedule_fill")
@@ -268,7 +289,7 @@ def prepare_all(name):
 def garbage():
     """In a CSR, which nothing may follow out of bounds."""
     for seed in range(2):
-        selection, _, csr, _ = expected("several tiles")
+        selection, _, csr, _ = expected("three sequences")
         rng = np.random.default_rng(seed)
         for array in (csr := {name: array.copy() for name, array in csr.items()}).values():
             at = rng.random(array.shape) < 0.1
@@ -278,12 +299,17 @@ def garbage():
 
 BUILDING = {name: functools.partial(build_all, name) for name in SELECTIONS}
 PREPARING = {f"{name}, from a CSR": functools.partial(prepare_all, name) for name in SELECTIONS}
+OF_TOPK = ("csr_keys", "csr_split")  # made for one topk each: 4 here
 
 
 def preparation(operation):
     """A kernel that CSR, schedule or walk plan are made by; it is the same for every architecture."""
     cases = BUILDING if operation not in FROM_CSR else PREPARING | {"garbage": garbage}
-    return Target(operation, "sm_90a", operation, BUILDING | PREPARING if operation == "csr_rows" else cases)
+    if operation == "csr_rows":
+        cases = BUILDING | PREPARING | {"garbage": garbage}
+    if operation in OF_TOPK:
+        cases = {name: case for name, case in cases.items() if not name.startswith("a row ")}
+    return Target(operation, "sm_90a", operation, cases)
 
 
 TARGETS = [
