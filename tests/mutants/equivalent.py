@@ -13,6 +13,8 @@ ROUND = "a further round of the loop finds nothing"
 EMPTY = "no launch has a batch, a head or an item of nothing"
 COUNTS = "split_counts of fewer than 2^24 tokens and of 64 KV heads are 4 GiB"
 COLLECTIVE = "what it orders are loads of tensor memory, which a warp's lanes do and await together"
+SUMS = "the sums of the warps are not written again, or after a further barrier"
+COMPLETES = "the thread has nothing to tell: its copy completes on the barrier itself"
 WARPGROUP = "a warpgroup's products are complete as one, and the warp that goes on has waited for them"
 
 # (what a kernel's name begins with, what an edit's name begins with, the instruction) -> for any number of mutants.
@@ -27,6 +29,9 @@ RULES = [
 
 NUMBERED = {
     ("sm_90a fwd g4 bfloat16", "barrier dropped"): {2: WARPGROUP},
+    ("sm_90a fwd g16 bfloat16 temperature", "barrier dropped"): {2: WARPGROUP},
+    ("sm_90a fwd g1 float32", "barrier dropped"): {2: WARPGROUP},
+    ("sm_90a fwd g16 bfloat16 temperature", "arrival relaxed"): {6: COMPLETES, 13: COMPLETES},
     ("sm_100f fwd g4 bfloat16", "barrier of a warp dropped"): {6: COLLECTIVE, 10: COLLECTIVE},
     ("sm_100f fwd g4 bfloat16", "lt and le"): {15: EMPTY},
     ("sm_100f fwd g16 bfloat16 temperature", "lt and le"): {15: EMPTY},
@@ -36,6 +41,8 @@ NUMBERED = {
     ("walk_plan", "gt and ge"): {1: "there are more words than threads"},
     ("walk_plan", "constant one less"): {1: "a group has a power of two of tokens, at least 8"},
     ("radix_count", "lt and le"): {1: "clears a word that nothing reads"},
+    ("radix_scatter", "lt and le"): {1: "clears a word that nothing reads"},
+    ("radix_scatter", "gt and ge"): {1: "clears a word that nothing reads"},
     ("radix_count", "gt and ge"): {1: "clears a word that nothing reads"},
     ("csr_keys", "lt and le"): {1: "clears a word that nothing reads"},
     ("csr_keys", "gt and ge"): {1: "clears a word that nothing reads", 18: "the host refuses too few rows"},
@@ -49,6 +56,7 @@ NUMBERED = {
     ("csr_rows", "gt and ge"): {13: ROUND},
     ("csr_rows", "constant one more"): {1: EMPTY},
     ("csr_rows", "constant one less"): {1: EMPTY},
+    ("schedule_count", "barrier dropped"): {2: SUMS},
     ("csr_row_ptr", "lt and le"): {1: EMPTY},
     ("csr_row_ptr", "constant one more"): {1: EMPTY},
     ("csr_row_ptr", "constant one less"): {1: EMPTY},

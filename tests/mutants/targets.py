@@ -136,6 +136,8 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
             ]
             options["q2k"] = np.concatenate(blocks, axis=1).astype(np.int32)
         case = make_case(lens_q=lens_q, lens_k=lens_k, qhead_per_kv=g, topk=topk, **options)
+        if size == "small" and topk == 4:
+            case.q2k[:, 48:56] = torch.arange(4)  # the 52nd token and those beside it in a warp see 127 keys and more
         if layout == "paged":
             case.page_table[0, 1] = case.k.shape[0]  # a page that is not there
             case.page_table = case.page_table[:, : 3 if size == "small" else 14]  # nor are those of further columns
@@ -249,6 +251,7 @@ SELECTIONS = {
     "neighbours": neighbours,
     "large": lambda: spread_blocks(random_selection(3, 1, 1024, MANY_ROWS * BLOCK, 4, 4, g=4)),
     "unions overflow": lambda: random_selection(1, 1, 300, 24_000, 2, 4, g=2),
+    "one row": lambda: same_blocks(300, [0] * 4, g=16),
     "a row too many": a_row_too_many,
     "a row in the last slot": lambda: same_blocks(128, range(113, 145), g=1),
 } | {  # a thread takes an entry in 256: the first that does not exist is each of the 8 that a round of a loop takes
