@@ -13,6 +13,9 @@ ROUND = "a further round of the loop finds nothing"
 EMPTY = "no launch has a batch, a head or an item of nothing"
 COUNTS = "split_counts of fewer than 2^24 tokens and of 64 KV heads are 4 GiB"
 COLLECTIVE = "what it orders are loads of tensor memory, which a warp's lanes do and await together"
+CLEARED = "clears a word that nothing reads"
+FEW_BUCKETS = "there are fewer buckets than threads"
+EXPECTED = "the phase awaits lane 0's arrival, and that comes after it has said how many bytes to expect"
 SUMS = "the sums of the warps are not written again, or after a further barrier"
 COMPLETES = "the thread has nothing to tell: its copy completes on the barrier itself"
 WARPGROUP = "a warpgroup's products are complete as one, and the warp that goes on has waited for them"
@@ -30,6 +33,7 @@ RULES = [
 NUMBERED = {
     ("sm_90a fwd g4 bfloat16", "barrier dropped"): {2: WARPGROUP},
     ("sm_90a fwd g16 bfloat16 temperature", "barrier dropped"): {2: WARPGROUP},
+    ("sm_90a fwd g16 bfloat16 temperature", "barrier of a warp dropped"): {3: EXPECTED, 6: EXPECTED},
     ("sm_90a fwd g1 float32", "barrier dropped"): {2: WARPGROUP},
     ("sm_90a fwd g16 bfloat16 temperature", "arrival relaxed"): {6: COMPLETES, 13: COMPLETES},
     ("sm_100f fwd g4 bfloat16", "barrier of a warp dropped"): {6: COLLECTIVE, 10: COLLECTIVE},
@@ -40,12 +44,12 @@ NUMBERED = {
     ("sm_100f combine topk8 bfloat16", "constant one more"): {12: "the bits below are 0"},
     ("walk_plan", "gt and ge"): {1: "there are more words than threads"},
     ("walk_plan", "constant one less"): {1: "a group has a power of two of tokens, at least 8"},
-    ("radix_count", "lt and le"): {1: "clears a word that nothing reads"},
-    ("radix_scatter", "lt and le"): {1: "clears a word that nothing reads"},
-    ("radix_scatter", "gt and ge"): {1: "clears a word that nothing reads"},
-    ("radix_count", "gt and ge"): {1: "clears a word that nothing reads"},
-    ("csr_keys", "lt and le"): {1: "clears a word that nothing reads"},
-    ("csr_keys", "gt and ge"): {1: "clears a word that nothing reads", 18: "the host refuses too few rows"},
+    ("radix_count", "lt and le"): {1: CLEARED},
+    ("radix_scatter", "lt and le"): {1: CLEARED},
+    ("radix_scatter", "gt and ge"): {1: CLEARED},
+    ("radix_count", "gt and ge"): {1: CLEARED},
+    ("csr_keys", "lt and le"): {1: CLEARED},
+    ("csr_keys", "gt and ge"): {1: CLEARED, 18: "the host refuses too few rows"},
     ("csr_keys", "minimum and maximum"): {1: "cu_seqlens_q ascends"},
     ("csr_collect", "signed offset cut"): {31: COUNTS},
     ("csr_collect", "offset cut"): {31: COUNTS},
@@ -56,7 +60,14 @@ NUMBERED = {
     ("csr_rows", "gt and ge"): {13: ROUND},
     ("csr_rows", "constant one more"): {1: EMPTY},
     ("csr_rows", "constant one less"): {1: EMPTY},
+    ("schedule_fill", "barrier of a warp dropped"): {2: "a barrier of the CTA follows"},
     ("schedule_count", "barrier dropped"): {2: SUMS},
+    ("schedule_count", "signed offset cut"): {11: "256 times the tiles of 256 rows are no more than rows"},
+    ("schedule_count", "offset cut"): {11: "256 times the tiles of 256 rows are no more than rows"},
+    ("schedule_count", "lt and le"): {1: CLEARED},
+    ("schedule_count", "gt and ge"): {1: CLEARED},
+    ("schedule_count", "constant one more"): {1: FEW_BUCKETS},
+    ("schedule_count", "constant one less"): {1: FEW_BUCKETS, 7: "the first warp has no use for it"},
     ("csr_row_ptr", "lt and le"): {1: EMPTY},
     ("csr_row_ptr", "constant one more"): {1: EMPTY},
     ("csr_row_ptr", "constant one less"): {1: EMPTY},
@@ -70,6 +81,8 @@ GROUPS = "where a group's union is written passes 2^32 from 2^22 groups on, whic
 GARBAGE = "an entry past a token's count is read, and the garbage there is past all entries"
 UNSEEN = {
     ("sm_90a fwd g4 bfloat16", "setmaxnreg: few"): {4: FEW},
+    ("sm_90a fwd g16 bfloat16 temperature", "setmaxnreg: few"): {4: FEW},
+    ("sm_90a fwd g1 float32", "setmaxnreg: few"): {4: FEW},
     ("sm_100f fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
     ("sm_100f fwd g4 bfloat16", "wait for loads dropped"): {2: LOADS, 4: LOADS},
     ("sm_100f fwd g4 bfloat16", "setmaxnreg: few"): {1: FEW},

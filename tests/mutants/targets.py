@@ -243,7 +243,6 @@ def same_blocks(tokens, blocks, g):
 MANY_ROWS = 2100  # which are sorted in several passes
 SELECTIONS = {
     "three sequences": lambda: random_selection(5, 3, 800, 3000, 2, 4, g=1),
-    "several tiles": lambda: same_blocks(1100, range(4), g=16),
     "rows of no sequence": lambda: strided(random_selection(9, 4, 90, 900, 2, 4, padding=77, empty_rows=300)),
     "many rows": lambda: unequal([700, *[10] * 40], [1000 * BLOCK, *(BLOCK * blocks for blocks in range(20, 60))]),
     "many sequences": lambda: random_selection(70, 70, 20, 700, 2, 4, g=1),
@@ -251,6 +250,7 @@ SELECTIONS = {
     "neighbours": neighbours,
     "large": lambda: spread_blocks(random_selection(3, 1, 1024, MANY_ROWS * BLOCK, 4, 4, g=4)),
     "unions overflow": lambda: random_selection(1, 1, 300, 24_000, 2, 4, g=2),
+    "several tiles": lambda: same_blocks(8200, range(4), g=16),
     "one row": lambda: same_blocks(300, [0] * 4, g=16),
     "a row too many": a_row_too_many,
     "a row in the last slot": lambda: same_blocks(128, range(113, 145), g=1),
