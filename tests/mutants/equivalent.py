@@ -16,6 +16,7 @@ COLLECTIVE = "what it orders are loads of tensor memory, which a warp's lanes do
 CLEARED = "clears a word that nothing reads"
 FEW_BUCKETS = "there are fewer buckets than threads"
 EXPECTED = "the phase awaits lane 0's arrival, and that comes after it has said how many bytes to expect"
+DIVISOR = "128 is divided by 1 at least"
 SUMS = "the sums of the warps are not written again, or after a further barrier"
 COMPLETES = "the thread has nothing to tell: its copy completes on the barrier itself"
 WARPGROUP = "a warpgroup's products are complete as one, and the warp that goes on has waited for them"
@@ -61,6 +62,10 @@ NUMBERED = {
     ("csr_rows", "constant one more"): {1: EMPTY},
     ("csr_rows", "constant one less"): {1: EMPTY},
     ("schedule_fill", "barrier of a warp dropped"): {2: "a barrier of the CTA follows"},
+    ("sm_90a combine topk4 bfloat16", "lt and le"): {2: DIVISOR},
+    ("sm_90a combine topk4 bfloat16", "constant one more"): {9: "the bits below are 0"},
+    ("sm_90a combine topk16 float32 temperature", "lt and le"): {2: DIVISOR},
+    ("schedule_fill", "lt and le"): {5: CLEARED, 10: FEW_BUCKETS},
     ("schedule_count", "barrier dropped"): {2: SUMS},
     ("schedule_count", "signed offset cut"): {11: "256 times the tiles of 256 rows are no more than rows"},
     ("schedule_count", "offset cut"): {11: "256 times the tiles of 256 rows are no more than rows"},

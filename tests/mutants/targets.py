@@ -252,6 +252,7 @@ SELECTIONS = {
     "unions overflow": lambda: random_selection(1, 1, 300, 24_000, 2, 4, g=2),
     "several tiles": lambda: same_blocks(8200, range(4), g=16),
     "one row": lambda: same_blocks(300, [0] * 4, g=16),
+    "one token": lambda: same_blocks(1, range(4), g=16),
     "a row too many": a_row_too_many,
     "a row in the last slot": lambda: same_blocks(128, range(113, 145), g=1),
 } | {  # a thread takes an entry in 256: the first that does not exist is each of the 8 that a round of a loop takes
