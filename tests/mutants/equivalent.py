@@ -28,6 +28,7 @@ RULES = [
         "an index of fewer than 2^29: of an entry of a head (2^24 tokens of 32 blocks), a row, a sequence or a digit",
     ),
     (r"radix_scan", r".*offset cut", r"", "counts of 4 GiB are those of 2^31 entries"),
+    (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 4;", "one of the 128 values of a partial row"),
     (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 32;", "2^31 rows of q are 512 GiB"),
 ]  # fmt: skip
 
@@ -85,7 +86,10 @@ COPIES = "of copies by cp.async, whose lanes each wait for their own, one fence 
 GROUPS = "where a group's union is written passes 2^32 from 2^22 groups on, which are as many CTAs"
 GARBAGE = "an entry past a token's count is read, and the garbage there is past all entries"
 FAR = "with a temperature no walk runs on results of gigabytes, for its lse has no gaps; without, g4 and g1 do"
+SPLITS = "no token of the large call has so many splits"
 UNSEEN = {
+    ("sm_90a combine topk16 float32 temperature", "signed offset cut"): {38: SPLITS},
+    ("sm_90a combine topk16 float32 temperature", "offset cut"): {38: SPLITS},
     ("sm_90a fwd g16 bfloat16 temperature", "signed offset cut"): {41: FAR},
     ("sm_90a fwd g16 bfloat16 temperature", "offset cut"): {41: FAR},
     ("sm_90a fwd g4 bfloat16", "setmaxnreg: few"): {4: FEW},
