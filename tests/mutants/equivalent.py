@@ -28,7 +28,7 @@ RULES = [
         "an index of fewer than 2^29: of an entry of a head (2^24 tokens of 32 blocks), a row, a sequence or a digit",
     ),
     (r"radix_scan", r".*offset cut", r"", "counts of 4 GiB are those of 2^31 entries"),
-    (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 4;", "one of the 128 values of a partial row"),
+    (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 4;", "one of 128 values of a row"),
     (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 32;", "2^31 rows of q are 512 GiB"),
 ]  # fmt: skip
 
