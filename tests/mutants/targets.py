@@ -234,9 +234,9 @@ def a_row_too_many():
     return Selection(q2k.astype(np.int32), [512], [(WALK_CAP + 1) * BLOCK], g=1)
 
 
-def same_blocks(tokens, blocks, g):
+def same_blocks(tokens, blocks, g, heads=1):
     """Of all tokens."""
-    q2k = np.tile(np.array(blocks, np.int32), (1, tokens, 1))
+    q2k = np.tile(np.array(blocks, np.int32), (heads, tokens, 1))
     return Selection(q2k, [tokens], [(max(blocks) + 1) * BLOCK], g)
 
 
@@ -250,7 +250,7 @@ SELECTIONS = {
     "neighbours": neighbours,
     "large": lambda: spread_blocks(random_selection(3, 1, 1024, MANY_ROWS * BLOCK, 4, 4, g=4)),
     "unions overflow": lambda: random_selection(1, 1, 300, 24_000, 2, 4, g=2),
-    "several tiles": lambda: same_blocks(12_600, range(4), g=16),
+    "several tiles": lambda: same_blocks(8200, range(4), g=16, heads=2),
     "one row": lambda: same_blocks(300, [0] * 4, g=16),
     "one token": lambda: same_blocks(1, range(4), g=16),
     "a row too many": a_row_too_many,
