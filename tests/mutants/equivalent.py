@@ -36,7 +36,7 @@ NUMBERED = {
     ("sm_90a fwd g4 bfloat16", "barrier dropped"): {2: WARPGROUP},
     ("sm_90a fwd g16 bfloat16 temperature", "barrier dropped"): {2: WARPGROUP},
     ("sm_90a fwd g16 bfloat16 temperature", "barrier of a warp dropped"): {3: EXPECTED, 6: EXPECTED},
-    ("sm_90a fwd g1 float32", "barrier dropped"): {2: WARPGROUP},
+    ("sm_90a fwd g1 float32", "barrier of a warp dropped"): {3: WARPGROUP},
     ("sm_90a fwd g16 bfloat16 temperature", "arrival relaxed"): {6: COMPLETES, 13: COMPLETES},
     ("sm_100f fwd g4 bfloat16", "barrier of a warp dropped"): {6: COLLECTIVE, 10: COLLECTIVE},
     ("sm_100f fwd g4 bfloat16", "lt and le"): {15: EMPTY},
@@ -87,7 +87,11 @@ GROUPS = "where a group's union is written passes 2^32 from 2^22 groups on, whic
 GARBAGE = "an entry past a token's count is read, and the garbage there is past all entries"
 FAR = "with a temperature no walk runs on results of gigabytes, for its lse has no gaps; without, g4 and g1 do"
 SPLITS = "no token of the large call has so many splits"
+ROUNDS = "eight tiles of a warp are a million entries"
+LIMIT = "one key more, of the hundreds that the tokens with this limit see"
 UNSEEN = {
+    ("sm_90a fwd g16 bfloat16 temperature", "lt and le"): {57: LIMIT},
+    ("radix_scan", "gt and ge"): {3: ROUNDS, 6: ROUNDS},
     ("sm_90a combine topk16 float32 temperature", "signed offset cut"): {38: SPLITS},
     ("sm_90a combine topk16 float32 temperature", "offset cut"): {38: SPLITS},
     ("sm_90a fwd g16 bfloat16 temperature", "signed offset cut"): {41: FAR},
