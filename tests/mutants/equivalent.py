@@ -98,7 +98,7 @@ UNSEEN = {
     ("sm_90a fwd g16 bfloat16 temperature", "offset cut"): {41: FAR},
     ("sm_90a fwd g4 bfloat16", "setmaxnreg: few"): {4: FEW},
     ("sm_90a fwd g16 bfloat16 temperature", "setmaxnreg: few"): {4: FEW},
-    ("sm_90a fwd g1 float32", "setmaxnreg: few"): {1: FEW},
+    ("sm_90a fwd g1 float32", "setmaxnreg: few"): {1: FEW, 4: FEW},
     ("sm_100f fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
     ("sm_100f fwd g4 bfloat16", "wait for loads dropped"): {2: LOADS, 4: LOADS},
     ("sm_100f fwd g4 bfloat16", "setmaxnreg: few"): {1: FEW},
