@@ -37,6 +37,8 @@ NUMBERED = {
     ("sm_90a fwd g16 bfloat16 temperature", "barrier dropped"): {2: WARPGROUP},
     ("sm_90a fwd g16 bfloat16 temperature", "barrier of a warp dropped"): {3: EXPECTED, 6: EXPECTED},
     ("sm_90a fwd g1 float32", "barrier of a warp dropped"): {3: WARPGROUP},
+    ("sm_90a fwd g1 float32", "signed offset cut"): {173: "one of 128 values of a row"},
+    ("sm_90a fwd g1 float32", "offset cut"): {173: "one of 128 values of a row"},
     ("sm_90a fwd g16 bfloat16 temperature", "arrival relaxed"): {6: COMPLETES, 13: COMPLETES},
     ("sm_100f fwd g4 bfloat16", "barrier of a warp dropped"): {6: COLLECTIVE, 10: COLLECTIVE},
     ("sm_100f fwd g4 bfloat16", "lt and le"): {15: EMPTY},
