@@ -13,6 +13,12 @@ ROUND = "a further round of the loop finds nothing"
 EMPTY = "no launch has a batch, a head or an item of nothing"
 COUNTS = "split_counts of fewer than 2^24 tokens and of 64 KV heads are 4 GiB"
 COLLECTIVE = "what it orders are loads of tensor memory, which a warp's lanes do and await together"
+CLEARED = "clears a word that nothing reads"
+FEW_BUCKETS = "there are fewer buckets than threads"
+EXPECTED = "the phase awaits lane 0's arrival, and that comes after it has said how many bytes to expect"
+DIVISOR = "128 is divided by 1 at least"
+SUMS = "the sums of the warps are not written again, or after a further barrier"
+COMPLETES = "the thread has nothing to tell: its copy completes on the barrier itself"
 WARPGROUP = "a warpgroup's products are complete as one, and the warp that goes on has waited for them"
 
 # (what a kernel's name begins with, what an edit's name begins with, the instruction) -> for any number of mutants.
@@ -21,11 +27,19 @@ RULES = [
         r"csr_|walk_plan|radix_|schedule_", r".*offset cut", r"mul\.wide\.[su]32\s+%rd\d+, %r\d+, [48];",
         "an index of fewer than 2^29: of an entry of a head (2^24 tokens of 32 blocks), a row, a sequence or a digit",
     ),
+    (r"radix_scan", r".*offset cut", r"", "counts of 4 GiB are those of 2^31 entries"),
+    (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 4;", "one of 128 values of a row"),
     (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 32;", "2^31 rows of q are 512 GiB"),
 ]  # fmt: skip
 
 NUMBERED = {
     ("sm_90a fwd g4 bfloat16", "barrier dropped"): {2: WARPGROUP},
+    ("sm_90a fwd g16 bfloat16 temperature", "barrier dropped"): {2: WARPGROUP},
+    ("sm_90a fwd g16 bfloat16 temperature", "barrier of a warp dropped"): {3: EXPECTED, 6: EXPECTED},
+    ("sm_90a fwd g1 float32", "barrier of a warp dropped"): {3: WARPGROUP},
+    ("sm_90a fwd g1 float32", "signed offset cut"): {173: "one of 128 values of a row"},
+    ("sm_90a fwd g1 float32", "offset cut"): {173: "one of 128 values of a row"},
+    ("sm_90a fwd g16 bfloat16 temperature", "arrival relaxed"): {6: COMPLETES, 13: COMPLETES},
     ("sm_100f fwd g4 bfloat16", "barrier of a warp dropped"): {6: COLLECTIVE, 10: COLLECTIVE},
     ("sm_100f fwd g4 bfloat16", "lt and le"): {15: EMPTY},
     ("sm_100f fwd g16 bfloat16 temperature", "lt and le"): {15: EMPTY},
@@ -33,8 +47,13 @@ NUMBERED = {
     ("walk_plan", "lt and le"): {1: "a thread writes a word that it clears afterwards"},
     ("sm_100f combine topk8 bfloat16", "constant one more"): {12: "the bits below are 0"},
     ("walk_plan", "gt and ge"): {1: "there are more words than threads"},
-    ("csr_keys", "lt and le"): {1: "clears a word that nothing reads"},
-    ("csr_keys", "gt and ge"): {1: "clears a word that nothing reads", 18: "the host refuses too few rows"},
+    ("walk_plan", "constant one less"): {1: "a group has a power of two of tokens, at least 8"},
+    ("radix_count", "lt and le"): {1: CLEARED},
+    ("radix_scatter", "lt and le"): {1: CLEARED},
+    ("radix_scatter", "gt and ge"): {1: CLEARED},
+    ("radix_count", "gt and ge"): {1: CLEARED},
+    ("csr_keys", "lt and le"): {1: CLEARED},
+    ("csr_keys", "gt and ge"): {1: CLEARED, 18: "the host refuses too few rows"},
     ("csr_keys", "minimum and maximum"): {1: "cu_seqlens_q ascends"},
     ("csr_collect", "signed offset cut"): {31: COUNTS},
     ("csr_collect", "offset cut"): {31: COUNTS},
@@ -45,6 +64,18 @@ NUMBERED = {
     ("csr_rows", "gt and ge"): {13: ROUND},
     ("csr_rows", "constant one more"): {1: EMPTY},
     ("csr_rows", "constant one less"): {1: EMPTY},
+    ("schedule_fill", "barrier of a warp dropped"): {2: "a barrier of the CTA follows"},
+    ("sm_90a combine topk4 bfloat16", "lt and le"): {2: DIVISOR},
+    ("sm_90a combine topk4 bfloat16", "constant one more"): {9: "the bits below are 0"},
+    ("sm_90a combine topk16 float32 temperature", "lt and le"): {2: DIVISOR},
+    ("schedule_fill", "lt and le"): {5: CLEARED, 10: FEW_BUCKETS},
+    ("schedule_count", "barrier dropped"): {2: SUMS},
+    ("schedule_count", "signed offset cut"): {11: "256 times the tiles of 256 rows are no more than rows"},
+    ("schedule_count", "offset cut"): {11: "256 times the tiles of 256 rows are no more than rows"},
+    ("schedule_count", "lt and le"): {1: CLEARED},
+    ("schedule_count", "gt and ge"): {1: CLEARED},
+    ("schedule_count", "constant one more"): {1: FEW_BUCKETS},
+    ("schedule_count", "constant one less"): {1: FEW_BUCKETS, 7: "the first warp has no use for it"},
     ("csr_row_ptr", "lt and le"): {1: EMPTY},
     ("csr_row_ptr", "constant one more"): {1: EMPTY},
     ("csr_row_ptr", "constant one less"): {1: EMPTY},
@@ -54,11 +85,22 @@ NUMBERED = {
 LOADS = "a register that a load has yet to fill makes its reader wait, since compilers let readers come first"
 FEW = "the values that producers hold fit into 24 registers, which the simulator counts without what ptxas adds"
 COPIES = "of copies by cp.async, whose lanes each wait for their own, one fence is taken for all"
-SCOPE = "an atomic of a CTA beside those of the device on the same word"
 GROUPS = "where a group's union is written passes 2^32 from 2^22 groups on, which are as many CTAs"
+GARBAGE = "an entry past a token's count is read, and the garbage there is past all entries"
+FAR = "with a temperature no walk runs on results of gigabytes, for its lse has no gaps; without, g4 and g1 do"
+SPLITS = "no token of the large call has so many splits"
+ROUNDS = "eight tiles of a warp are a million entries"
+LIMIT = "one key more, of the hundreds that the tokens with this limit see"
 UNSEEN = {
-    ("sm_90a fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
+    ("sm_90a fwd g16 bfloat16 temperature", "lt and le"): {57: LIMIT},
+    ("radix_scan", "gt and ge"): {3: ROUNDS, 6: ROUNDS},
+    ("sm_90a combine topk16 float32 temperature", "signed offset cut"): {38: SPLITS},
+    ("sm_90a combine topk16 float32 temperature", "offset cut"): {38: SPLITS},
+    ("sm_90a fwd g16 bfloat16 temperature", "signed offset cut"): {41: FAR},
+    ("sm_90a fwd g16 bfloat16 temperature", "offset cut"): {41: FAR},
     ("sm_90a fwd g4 bfloat16", "setmaxnreg: few"): {4: FEW},
+    ("sm_90a fwd g16 bfloat16 temperature", "setmaxnreg: few"): {4: FEW},
+    ("sm_90a fwd g1 float32", "setmaxnreg: few"): {1: FEW, 4: FEW},
     ("sm_100f fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
     ("sm_100f fwd g4 bfloat16", "wait for loads dropped"): {2: LOADS, 4: LOADS},
     ("sm_100f fwd g4 bfloat16", "setmaxnreg: few"): {1: FEW},
@@ -66,7 +108,7 @@ UNSEEN = {
     ("sm_100f fwd g1 float32", "proxy fence of one lane"): {2: COPIES},
     ("sm_100f fwd g1 float32", "wait for loads dropped"): {6: LOADS, 12: LOADS},
     ("sm_100f fwd g1 float32", "setmaxnreg: few"): {1: FEW},
-    ("csr_collect", "atomic of a CTA"): {1: SCOPE, 2: SCOPE, 3: SCOPE, 4: SCOPE},
+    ("csr_split", "gt and ge"): {2: GARBAGE, 6: GARBAGE, 9: GARBAGE, 12: GARBAGE},
     ("walk_plan", "signed offset cut"): {16: GROUPS},
     ("walk_plan", "offset cut"): {16: GROUPS},
 }

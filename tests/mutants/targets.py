@@ -37,16 +37,20 @@ class Target:
 
     def run(self, case: str, seed: int, **options):
         """All launches of a call."""
-        with simulation(self.arch, seed=seed, csr=self.operation not in ATTENTION, **options) as launches:
-            self.cases[case]()
-        return launches
+        return run_case(self.arch, self.operation not in ATTENTION, self.cases[case], seed=seed, **options)
+
+    @functools.cached_property
+    def launches(self):
+        """case -> the launches of this kernel, of each case that may execute lines that the others do not."""
+        csr = self.operation not in ATTENTION
+        cases = {name: case for name, case in self.cases.items() if not name.startswith(FURTHER)}
+        launches = {name: launches_of(self.arch, csr, case) for name, case in cases.items()}
+        return {name: [launch for launch in launches[name] if launch.operation == self.operation] for name in cases}
 
     @functools.cached_property
     def kernel(self):
         """(path, PTX, lines that the cases execute); a mutation of other lines can not show."""
-        cases = [name for name in self.cases if not name.startswith(FURTHER)]
-        launches = [launch for case in cases for launch in self.run(case, SEEDS[-1])]
-        mine = [launch for launch in launches if launch.operation == self.operation]
+        mine = [launch for launches in self.launches.values() for launch in launches]
         (path,) = {launch.path for launch in mine}
         return path, ptx(path), frozenset().union(*(launch.statistics.lines for launch in mine))
 
@@ -56,7 +60,8 @@ class Target:
         first: what the names of the cases to begin with begin with.
         """
         with replaced(self.kernel[0], text):
-            for case in sorted(self.cases, key=lambda name: not name.startswith(first or "")):
+            cases = [case for case in self.cases if self.launches.get(case, True)]
+            for case in sorted(cases, key=lambda name: not name.startswith(first or "")):
                 for seed in seeds:
                     try:
                         self.run(case, seed, max_steps=MAX_STEPS)
@@ -68,11 +73,24 @@ class Target:
         return None
 
 
+def run_case(arch, csr, case, **options):
+    """All launches of a call; csr: those that make CSR and schedule too."""
+    with simulation(arch, csr=csr, **options) as launches:
+        case()
+    return launches
+
+
+@functools.cache
+def launches_of(arch, csr, case):
+    """The same, made once for all targets that share a case."""
+    return run_case(arch, csr, case, seed=SEEDS[-1])
+
+
 # Attention ------------------------------------------------------------------------------------------------------------
 
 MAX_STEPS = 2_000_000  # warp instructions of a launch; none takes a third of that
 LENGTHS = {  # of keys: partial blocks, items too small for every consumer
-    "small": [400, 200, 45, 110],
+    "small": [400, 200, 45, 110, 127],
     "long": [2000, 600],  # by one CTA: every ring goes round 16 times
 }
 ARRAYS = {
@@ -107,7 +125,7 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
 
     @functools.cache
     def prepared(size, traversal):
-        lens_q = [min(70, 320 // g), 3, 2, 2] if size == "small" else [min(150, 640 // g), 20]
+        lens_q = [min(70, 320 // g), 3, 2, 2, 1] if size == "small" else [min(150, 640 // g), 20]
         lens_k = LENGTHS[size]
         options = {"layout": layout, "causal": True, "trim": size == "long"}
         if size == "long" and topk == 4:  # every entry of the CSR counts
@@ -118,6 +136,8 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
             ]
             options["q2k"] = np.concatenate(blocks, axis=1).astype(np.int32)
         case = make_case(lens_q=lens_q, lens_k=lens_k, qhead_per_kv=g, topk=topk, **options)
+        if size == "small" and topk == 4:
+            case.q2k[:, 48:56] = torch.arange(4)  # the 52nd token and those beside it in a warp see 127 keys and more
         if layout == "paged":
             case.page_table[0, 1] = case.k.shape[0]  # a page that is not there
             case.page_table = case.page_table[:, : 3 if size == "small" else 14]  # nor are those of further columns
@@ -202,15 +222,42 @@ def spread_blocks(selection):
     return selection
 
 
+WALK_CAP = 128  # rows of a group that walks
+
+
+def a_row_too_many():
+    """Groups that name as many rows as a walk can, all by each warp in its first round, and in the second one more:
+    each group in another of the four entries that a thread takes a round."""
+    tokens, group = np.arange(512), np.arange(4)
+    q2k = (tokens % 2 * 16 + tokens // 8 % 4 * 32)[None, :, None] + np.arange(16)
+    q2k[0, 128 * group + 64 + 8 * group, 0] = WALK_CAP
+    return Selection(q2k.astype(np.int32), [512], [(WALK_CAP + 1) * BLOCK], g=1)
+
+
+def same_blocks(tokens, blocks, g, heads=1):
+    """Of all tokens."""
+    q2k = np.tile(np.array(blocks, np.int32), (heads, tokens, 1))
+    return Selection(q2k, [tokens], [(max(blocks) + 1) * BLOCK], g)
+
+
+MANY_ROWS = 2100  # which are sorted in several passes
 SELECTIONS = {
-    "several tiles": lambda: random_selection(5, 3, 800, 3000, 2, 4, g=1),
+    "three sequences": lambda: random_selection(5, 3, 800, 3000, 2, 4, g=1),
     "rows of no sequence": lambda: strided(random_selection(9, 4, 90, 900, 2, 4, padding=77, empty_rows=300)),
     "many rows": lambda: unequal([700, *[10] * 40], [1000 * BLOCK, *(BLOCK * blocks for blocks in range(20, 60))]),
     "many sequences": lambda: random_selection(70, 70, 20, 700, 2, 4, g=1),
     "several items a row": lambda: Selection(np.zeros((2, 300, 4), np.int32), [200, 100], [700, 1], 16),
     "neighbours": neighbours,
-    "large": lambda: spread_blocks(random_selection(3, 1, 1024, 3000, 4, 4, g=4)),
+    "large": lambda: spread_blocks(random_selection(3, 1, 1024, MANY_ROWS * BLOCK, 4, 4, g=4)),
     "unions overflow": lambda: random_selection(1, 1, 300, 24_000, 2, 4, g=2),
+    "several tiles": lambda: same_blocks(8200, range(4), g=16, heads=2),
+    "one row": lambda: same_blocks(300, [0] * 4, g=16),
+    "one token": lambda: same_blocks(1, range(4), g=16),
+    "a row too many": a_row_too_many,
+    "a row in the last slot": lambda: same_blocks(128, range(113, 145), g=1),
+} | {  # a thread takes an entry in 256: the first that does not exist is each of the 8 that a round of a loop takes
+    f"{tokens} tokens": functools.partial(random_selection, 1, 1, tokens, 300, 2, 4, empty_rows=MANY_ROWS)
+    for tokens in range(1, 512, 64)
 }
 FROM_CSR = ("csr_collect", "csr_split", "schedule_count", "schedule_fill")
 
@@ -225,34 +272,48 @@ def expected(name):
     return selection, built, csr, {name: built[name] for name in built if name not in (*csr, *WALK_ARRAYS)}
 
 
+def far(name, csr):
+    """Where the arrays of a case are."""
+    return heads_far_apart(*csr["k2q_q_indices"].shape) if name == "large" else contextlib.nullcontext()
+
+
+def build_all(name):
+    selection, built, csr, _ = expected(name)
+    with far(name, csr):
+        assert_same(selection.build(), built)
+
+
+def prepare_all(name):
+    selection, _, csr, prepared = expected(name)
+    with far(name, csr):
+        got = selection.prepare(**csr)
+    assert_same({name: got[name] for name in prepared}, prepared)
+
+
+def garbage():
+    """In a CSR, which nothing may follow out of bounds."""
+    for seed in range(2):
+        selection, _, csr, _ = expected("three sequences")
+        rng = np.random.default_rng(seed)
+        for array in (csr := {name: array.copy() for name, array in csr.items()}).values():
+            at = rng.random(array.shape) < 0.1
+            array[at] = rng.choice([*WORDS, selection.total_q], at.sum())
+        selection.prepare(**csr)
+
+
+BUILDING = {name: functools.partial(build_all, name) for name in SELECTIONS}
+PREPARING = {f"{name}, from a CSR": functools.partial(prepare_all, name) for name in SELECTIONS}
+OF_TOPK = ("csr_keys", "csr_split")  # made for one topk each: 4 here
+
+
 def preparation(operation):
     """A kernel that CSR, schedule or walk plan are made by; it is the same for every architecture."""
-
-    def check(name):
-        selection, built, csr, prepared = expected(name)
-        far = heads_far_apart(*csr["k2q_q_indices"].shape) if name == "large" else contextlib.nullcontext()
-        with far:
-            compare(selection, built, csr, prepared)
-
-    def compare(selection, built, csr, prepared):
-        if operation not in FROM_CSR:
-            assert_same(selection.build(), built)
-        if operation in (*FROM_CSR, "csr_rows"):
-            got = selection.prepare(**csr)
-            assert_same({name: got[name] for name in prepared}, prepared)
-
-    def garbage():
-        """In a CSR, which nothing may follow out of bounds."""
-        for seed in range(2):
-            selection, _, csr, _ = expected("several tiles")
-            rng = np.random.default_rng(seed)
-            for array in (csr := {name: array.copy() for name, array in csr.items()}).values():
-                at = rng.random(array.shape) < 0.1
-                array[at] = rng.choice([*WORDS, selection.total_q], at.sum())
-            selection.prepare(**csr)
-
-    cases = {name: functools.partial(check, name) for name in SELECTIONS}
-    return Target(operation, "sm_90a", operation, cases | ({"garbage": garbage} if operation in FROM_CSR else {}))
+    cases = BUILDING if operation not in FROM_CSR else PREPARING | {"garbage": garbage}
+    if operation == "csr_rows":
+        cases = BUILDING | PREPARING | {"garbage": garbage}
+    if operation in OF_TOPK:
+        cases = {name: case for name, case in cases.items() if not name.startswith("a row ")}
+    return Target(operation, "sm_90a", operation, cases)
 
 
 TARGETS = [

@@ -120,7 +120,8 @@ def fetch_queries(
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()  # lanes wait for their own copies alone, and not all of them arrive
+        if const_expr(tokens < 32):
+            cute.arch.sync_warp()  # lanes wait for their own copies alone, and not all of them arrive
     if lane < tokens:
         cute.arch.mbarrier_arrive(full)
 
