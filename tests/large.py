@@ -182,7 +182,7 @@ class LargeCall:
                 numbers[name].to_bytes(len(param), "little") if name in numbers and any(param) else param
                 for name, param in given.items()
             ]
-            return run(entry, grid, params, [*memory, *(span(name, tensor) for name, tensor in tensors.items())])
+            return run(entry, grid, params, beside(memory, tensors))
 
         def encode_far(data_type, address, extents, strides, box, *, swizzle):
             if address == self.case.q.data_ptr():
@@ -196,10 +196,14 @@ class LargeCall:
             yield
 
 
-def span(name, tensor):
-    """(address, bytes, name) of an array."""
-    steps = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (steps + 1) * tensor.itemsize, name
+def beside(memory, tensors):
+    """A call's memory, and arrays by name."""
+    both = sim.Memory(memory)
+    both.stream = memory.stream
+    for name, tensor in tensors.items():
+        steps = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        both.append((tensor.data_ptr(), (steps + 1) * tensor.itemsize, name))
+    return both
 
 
 # CSR and schedule -----------------------------------------------------------------------------------------------------
@@ -243,7 +247,7 @@ def heads_far_apart(heads, size):
             far["keys"][:, size : halves[-1]] = 2**31 - 1
         new |= {name: array.data_ptr() for name, array in far.items()}
         params = [new[name].to_bytes(len(given[name]), "little") if name in new else given[name] for name in names]
-        statistics = run(entry, grid, params, [*memory, *(span(name, array) for name, array in far.items())])
+        statistics = run(entry, grid, params, beside(memory, far))
         for name, array in near.items():
             array.copy_(far[name][:, : array.shape[1]])
         return statistics
