@@ -22,6 +22,7 @@ RULES = [
         "an index of fewer than 2^29: of an entry of a head (2^24 tokens of 32 blocks), a row, a sequence or a digit",
     ),
     (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 32;", "2^31 rows of q are 512 GiB"),
+    (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, [24];", "a column of a row"),
 ]  # fmt: skip
 
 NUMBERED = {
