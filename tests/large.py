@@ -67,6 +67,7 @@ class LargeCall:
             lens_q=LENS_Q, lens_k=LENS_K, head_kv=head_kv, qhead_per_kv=g, topk=topk, q2k=q2k, layout="paged",
             causal=True,
         )  # fmt: skip
+        case.page_table[0, 1] = case.k.shape[0]  # a page that is not there
         self.want = case.reference(lse_temperature_scale=temperature or 1.0)
         self.plan = build(case)
         force(self.plan[2], traversal)

@@ -14,6 +14,15 @@ EMPTY = "no launch has a batch, a head or an item of nothing"
 COUNTS = "split_counts of fewer than 2^24 tokens and of 64 KV heads are 4 GiB"
 COLLECTIVE = "what it orders are loads of tensor memory, which a warp's lanes do and await together"
 WARPGROUP = "a warpgroup's products are complete as one, and the warp that goes on has waited for them"
+LOADED = "a register waits for its own load, and a later wait of the warp, before it lets go of the memory, for all"
+FEW = "fewer registers, which still hold the values of the producers: an assembler that spills is what a build refuses"
+SEEN = "of -1 << n, no lower bit is set where this one is not"
+
+
+def seen(first: int) -> dict[int, str]:
+    """Bits of the masks of a row's sixteen columns, but the lowest, of eight masks; ``first``: the number of that."""
+    return {first + 19 * mask + bit: SEEN for mask in range(8) for bit in range(1, 16)}
+
 
 # (what a kernel's name begins with, what an edit's name begins with, the instruction) -> for any number of mutants.
 RULES = [
@@ -28,6 +37,14 @@ RULES = [
 NUMBERED = {
     ("sm_90a fwd g4 bfloat16", "barrier dropped"): {2: WARPGROUP},
     ("sm_100f fwd g4 bfloat16", "barrier of a warp dropped"): {6: COLLECTIVE, 10: COLLECTIVE},
+    ("sm_100f fwd g4 bfloat16", "setmaxnreg: few"): {1: FEW},
+    ("sm_100f fwd g1 float32", "setmaxnreg: few"): {1: FEW},
+    ("sm_100f fwd g4 bfloat16", "wait for loads dropped"): {2: LOADED, 4: LOADED},
+    ("sm_100f fwd g16 bfloat16 temperature", "wait for loads dropped"): {2: LOADED, 4: LOADED},
+    ("sm_100f fwd g1 float32", "wait for loads dropped"): {6: LOADED, 12: LOADED},
+    ("sm_100f fwd g4 bfloat16", "constant one more"): seen(170),
+    ("sm_100f fwd g16 bfloat16 temperature", "constant one more"): seen(171),
+    ("sm_100f fwd g1 float32", "constant one more"): seen(195),
     ("sm_100f fwd g4 bfloat16", "lt and le"): {15: EMPTY},
     ("sm_100f fwd g16 bfloat16 temperature", "lt and le"): {15: EMPTY},
     ("sm_100f fwd g1 float32", "lt and le"): {16: EMPTY},
@@ -52,21 +69,12 @@ NUMBERED = {
 }
 
 # What changes something, but nothing that the simulator sees.
-LOADS = "a register that a load has yet to fill makes its reader wait, since compilers let readers come first"
-FEW = "the values that producers hold fit into 24 registers, which the simulator counts without what ptxas adds"
 COPIES = "of copies by cp.async, whose lanes each wait for their own, one fence is taken for all"
 SCOPE = "an atomic of a CTA beside those of the device on the same word"
 GROUPS = "where a group's union is written passes 2^32 from 2^22 groups on, which are as many CTAs"
 UNSEEN = {
     ("sm_90a fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
     ("sm_90a fwd g4 bfloat16", "setmaxnreg: few"): {4: FEW},
-    ("sm_100f fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
-    ("sm_100f fwd g4 bfloat16", "wait for loads dropped"): {2: LOADS, 4: LOADS},
-    ("sm_100f fwd g4 bfloat16", "setmaxnreg: few"): {1: FEW},
-    ("sm_100f fwd g16 bfloat16 temperature", "wait for loads dropped"): {2: LOADS, 4: LOADS},
-    ("sm_100f fwd g1 float32", "proxy fence of one lane"): {2: COPIES},
-    ("sm_100f fwd g1 float32", "wait for loads dropped"): {6: LOADS, 12: LOADS},
-    ("sm_100f fwd g1 float32", "setmaxnreg: few"): {1: FEW},
     ("csr_collect", "atomic of a CTA"): {1: SCOPE, 2: SCOPE, 3: SCOPE, 4: SCOPE},
     ("walk_plan", "signed offset cut"): {16: GROUPS},
     ("walk_plan", "offset cut"): {16: GROUPS},

@@ -125,7 +125,7 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
         if layout == "paged":
             case.page_table[0, 1] = case.k.shape[0]  # a page that is not there
             case.page_table = case.page_table[:, : {"small": 3, "long": 14}.get(size)]  # nor those of further columns
-        if size == "small":
+        if size in ("small", "long"):
             case.q[::3] *= 4096
         plan = build(case)
         only(plan[2], traversal)
