@@ -67,6 +67,7 @@ class LargeCall:
             lens_q=LENS_Q, lens_k=LENS_K, head_kv=head_kv, qhead_per_kv=g, topk=topk, q2k=q2k, layout="paged",
             causal=True,
         )  # fmt: skip
+        case.page_table[0, 1] = case.k.shape[0]  # a page that is not there
         self.want = case.reference(lse_temperature_scale=temperature or 1.0)
         self.plan = build(case)
         force(self.plan[2], traversal)
@@ -196,17 +197,14 @@ class LargeCall:
             yield
 
 
-def span(name, tensor):
-    """(address, bytes, name) of an array."""
-    steps = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (steps + 1) * tensor.itemsize, name
-
-
-def beside(memory, arrays):
-    """What a launch may touch and arrays by name, in the launch's stream."""
-    more = sim.Memory([*memory, *(span(name, array) for name, array in arrays.items())])
-    more.stream = memory.stream
-    return more
+def beside(memory, tensors):
+    """A call's memory, and arrays by name."""
+    both = sim.Memory(memory)
+    both.stream = memory.stream
+    for name, tensor in tensors.items():
+        steps = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        both.append((tensor.data_ptr(), (steps + 1) * tensor.itemsize, name))
+    return both
 
 
 # CSR and schedule -----------------------------------------------------------------------------------------------------

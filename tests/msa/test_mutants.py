@@ -18,7 +18,7 @@ from simulated import ATTENTION, changed_maps
 pytestmark = needs_simulator
 
 ALL = os.environ.get("SPARSE_AOT_ALL_MUTANTS") == "1"
-SAMPLE = 3  # mutants of an edit and a kernel
+SAMPLE = 1  # mutants of an edit and a kernel
 ALONE = [target for target in TARGETS if target.operation in (*ATTENTION, "csr_rows")]  # whose cases are all cases
 PAIRS = [(target, edit) for target in TARGETS for edit in EDITS if target.name.startswith(edit.of)]
 

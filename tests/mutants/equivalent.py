@@ -20,6 +20,15 @@ DIVISOR = "128 is divided by 1 at least"
 SUMS = "the sums of the warps are not written again, or after a further barrier"
 COMPLETES = "the thread has nothing to tell: its copy completes on the barrier itself"
 WARPGROUP = "a warpgroup's products are complete as one, and the warp that goes on has waited for them"
+LOADED = "a register waits for its own load, and a later wait of the warp, before it lets go of the memory, for all"
+FEW = "fewer registers, which still hold the values of the producers: an assembler that spills is what a build refuses"
+SEEN = "of -1 << n, no lower bit is set where this one is not"
+
+
+def seen(first: int) -> dict[int, str]:
+    """Bits of the masks of a row's sixteen columns, but the lowest, of eight masks; ``first``: the number of that."""
+    return {first + 19 * mask + bit: SEEN for mask in range(8) for bit in range(1, 16)}
+
 
 # (what a kernel's name begins with, what an edit's name begins with, the instruction) -> for any number of mutants.
 RULES = [
@@ -30,6 +39,7 @@ RULES = [
     (r"radix_scan", r".*offset cut", r"", "counts of 4 GiB are those of 2^31 entries"),
     (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 4;", "one of 128 values of a row"),
     (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, 32;", "2^31 rows of q are 512 GiB"),
+    (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, [24];", "a column of a row"),
 ]  # fmt: skip
 
 NUMBERED = {
@@ -41,6 +51,17 @@ NUMBERED = {
     ("sm_90a fwd g1 float32", "offset cut"): {173: "one of 128 values of a row"},
     ("sm_90a fwd g16 bfloat16 temperature", "arrival relaxed"): {6: COMPLETES, 13: COMPLETES},
     ("sm_100f fwd g4 bfloat16", "barrier of a warp dropped"): {6: COLLECTIVE, 10: COLLECTIVE},
+    ("sm_90a fwd g4 bfloat16", "setmaxnreg: few"): {4: FEW},
+    ("sm_90a fwd g16 bfloat16 temperature", "setmaxnreg: few"): {4: FEW},
+    ("sm_90a fwd g1 float32", "setmaxnreg: few"): {1: FEW, 4: FEW},
+    ("sm_100f fwd g4 bfloat16", "setmaxnreg: few"): {1: FEW},
+    ("sm_100f fwd g1 float32", "setmaxnreg: few"): {1: FEW},
+    ("sm_100f fwd g4 bfloat16", "wait for loads dropped"): {2: LOADED, 4: LOADED},
+    ("sm_100f fwd g16 bfloat16 temperature", "wait for loads dropped"): {2: LOADED, 4: LOADED},
+    ("sm_100f fwd g1 float32", "wait for loads dropped"): {6: LOADED, 12: LOADED},
+    ("sm_100f fwd g4 bfloat16", "constant one more"): seen(170),
+    ("sm_100f fwd g16 bfloat16 temperature", "constant one more"): seen(171),
+    ("sm_100f fwd g1 float32", "constant one more"): seen(195),
     ("sm_100f fwd g4 bfloat16", "lt and le"): {15: EMPTY},
     ("sm_100f fwd g16 bfloat16 temperature", "lt and le"): {15: EMPTY},
     ("sm_100f fwd g1 float32", "lt and le"): {16: EMPTY},
@@ -82,9 +103,6 @@ NUMBERED = {
 }
 
 # What changes something, but nothing that the simulator sees.
-LOADS = "a register that a load has yet to fill makes its reader wait, since compilers let readers come first"
-FEW = "the values that producers hold fit into 24 registers, which the simulator counts without what ptxas adds"
-COPIES = "of copies by cp.async, whose lanes each wait for their own, one fence is taken for all"
 GROUPS = "where a group's union is written passes 2^32 from 2^22 groups on, which are as many CTAs"
 GARBAGE = "an entry past a token's count is read, and the garbage there is past all entries"
 FAR = "with a temperature no walk runs on results of gigabytes, for its lse has no gaps; without, g4 and g1 do"
@@ -98,16 +116,6 @@ UNSEEN = {
     ("sm_90a combine topk16 float32 temperature", "offset cut"): {38: SPLITS},
     ("sm_90a fwd g16 bfloat16 temperature", "signed offset cut"): {41: FAR},
     ("sm_90a fwd g16 bfloat16 temperature", "offset cut"): {41: FAR},
-    ("sm_90a fwd g4 bfloat16", "setmaxnreg: few"): {4: FEW},
-    ("sm_90a fwd g16 bfloat16 temperature", "setmaxnreg: few"): {4: FEW},
-    ("sm_90a fwd g1 float32", "setmaxnreg: few"): {1: FEW, 4: FEW},
-    ("sm_100f fwd g4 bfloat16", "proxy fence of one lane"): {2: COPIES},
-    ("sm_100f fwd g4 bfloat16", "wait for loads dropped"): {2: LOADS, 4: LOADS},
-    ("sm_100f fwd g4 bfloat16", "setmaxnreg: few"): {1: FEW},
-    ("sm_100f fwd g16 bfloat16 temperature", "wait for loads dropped"): {2: LOADS, 4: LOADS},
-    ("sm_100f fwd g1 float32", "proxy fence of one lane"): {2: COPIES},
-    ("sm_100f fwd g1 float32", "wait for loads dropped"): {6: LOADS, 12: LOADS},
-    ("sm_100f fwd g1 float32", "setmaxnreg: few"): {1: FEW},
     ("csr_split", "gt and ge"): {2: GARBAGE, 6: GARBAGE, 9: GARBAGE, 12: GARBAGE},
     ("walk_plan", "signed offset cut"): {16: GROUPS},
     ("walk_plan", "offset cut"): {16: GROUPS},

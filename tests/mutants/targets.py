@@ -23,7 +23,7 @@ from simulated import ATTENTION, ptx, replaced, simulation
 from mutants.edits import ENDLESS, NUMBERS
 from sparse_aot import sim
 
-FURTHER = ("long", "totals", "garbage")  # cases that execute what the others do
+FURTHER = ("limits", "long", "splits", "totals", "garbage")  # cases that execute what the others do
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +89,6 @@ def launches_of(arch, csr, case):
 # Attention ------------------------------------------------------------------------------------------------------------
 
 MAX_STEPS = 2_000_000  # warp instructions of a launch; none takes a third of that
-LENGTHS = {  # of keys: partial blocks, items too small for every consumer
-    "small": [400, 200, 45, 110, 127],
-    "long": [2000, 600],  # by one CTA: every ring goes round 16 times
-}
 ARRAYS = {
     "csr": ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries"),
     "walk": ("walk_blocks", "walk_counts"),
@@ -122,27 +118,36 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
     """Two KV heads; NaN and Inf in all that must not be read, garbage in page tables, -1 anywhere, rows of no split,
     scores far apart, canaries around the results."""
     tokens_per_group = 128 // g
+    lengths = {  # of queries and keys
+        # Partial blocks, items too small for every consumer.
+        "small": ([320 // g, 3, 2, 2, 1], [400, 200, 45, 110, 127]),
+        "long": ([min(150, 640 // g), 20], [2000, 600]),  # by one CTA: every ring goes round 16 times
+        "limits": ([BLOCK], [428]),  # a row for each number of keys that it may see of a block
+        "splits": ([20, 10], [topk * BLOCK, 600]),  # of some tokens, as many as there may be
+    }
 
     @functools.cache
     def prepared(size, traversal):
-        lens_q = [min(70, 320 // g), 3, 2, 2, 1] if size == "small" else [min(150, 640 // g), 20]
-        lens_k = LENGTHS[size]
+        lens_q, lens_k = lengths[size]
         options = {"layout": layout, "causal": True, "trim": size == "long"}
-        if size == "long" and topk == 4:  # every entry of the CSR counts
+        if size in ("long", "splits"):  # every entry of the CSR counts
             rng = np.random.default_rng(0)
             blocks = [
-                rng.random((2, n, -(-keys // BLOCK))).argsort(-1)[..., :4]
+                rng.random((2, n, max(topk, -(-keys // BLOCK)))).argsort(-1)[..., :topk]
                 for n, keys in zip(lens_q, lens_k, strict=True)
             ]
             options["q2k"] = np.concatenate(blocks, axis=1).astype(np.int32)
+        if size == "limits":
+            options["q2k"] = np.full((2, BLOCK, topk), -1, np.int32)
+            options["q2k"][..., 0] = np.arange(lens_k[0] - BLOCK, lens_k[0]) // BLOCK
         case = make_case(lens_q=lens_q, lens_k=lens_k, qhead_per_kv=g, topk=topk, **options)
         if size == "small" and topk == 4:
             case.q2k[:, 48:56] = torch.arange(4)  # the 52nd token and those beside it in a warp see 127 keys and more
         if layout == "paged":
             case.page_table[0, 1] = case.k.shape[0]  # a page that is not there
-            case.page_table = case.page_table[:, : 3 if size == "small" else 14]  # nor are those of further columns
+            case.page_table = case.page_table[:, : {"small": 3, "long": 14}.get(size)]  # nor those of further columns
         if size == "small":
-            case.q[::3] *= 512
+            case.q[::2] *= 2048
         plan = build(case)
         only(plan[2], traversal)
         return case, plan, case.reference(lse_temperature_scale=temperature or 1.0)
@@ -188,7 +193,8 @@ def attention(arch, operation, g, topk=4, partial="bfloat16", temperature=None, 
     cases = {}
     traversals = Place("cpu", arch).traversals
     cases |= {f"small {way}": functools.partial(check, "small", way, 2) for way in traversals}
-    cases |= {f"long {way}": functools.partial(check, "long", way, 1) for way in traversals}
+    for size in ("limits", "long") if operation == "fwd" else ("splits",):
+        cases |= {f"{size} {way}": functools.partial(check, size, way, 1) for way in traversals}
     if len(traversals) > 1:
         cases |= {f"totals {way}": functools.partial(check, "small", way, 2, slice(1, None)) for way in traversals}
     cases |= {f"garbage {way}": functools.partial(garbage, way) for way in traversals}
