@@ -24,11 +24,10 @@ PAIRS = [(target, edit) for target in TARGETS for edit in EDITS if target.name.s
 
 
 def sample(target, edit, made):
-    """The mutants that are tried: of those that change something all, or some that are spread over the kernel."""
+    """The mutants that are tried, of those that change something: all, or some that are spread over the kernel."""
     count = len(made) if ALL else min(SAMPLE, len(made))
     spread = [made[i * len(made) // count] for i in range(count)]
-    changing = [mutant for mutant in spread if not reason(target.name, edit, mutant)]
-    return changing or [mutant for mutant in made if not reason(target.name, edit, mutant)][:1]
+    return [mutant for mutant in spread if not reason(target.name, edit, mutant)]
 
 
 @pytest.mark.parametrize("target", ALONE, ids=lambda target: target.name)
@@ -41,7 +40,10 @@ def test_the_kernel_itself_is_not_caught(target):
 def test_no_mutant_survives(target, edit):
     _, text, lines = target.kernel
     made = [*mutants(text, lines, edit)]
-    for mutant in sample(target, edit, made):
+    chosen = sample(target, edit, made)
+    if not chosen:
+        pytest.skip("what is sampled here changes nothing; SPARSE_AOT_ALL_MUTANTS=1 tries the others")
+    for mutant in chosen:
         caught = target.caught_by(mutant.text, edit.seeds, edit.case)
         assert caught, f"survives: {mutant}"
         assert edit.caught_by is None or caught in edit.caught_by, f"was caught by {caught}: {mutant}"

@@ -42,7 +42,12 @@ RULES = [
     (r"sm_\w+ combine", r".*offset cut", r"mul\.wide\.u32\s+%rd\d+, %r\d+, [24];", "a column of a row"),
 ]  # fmt: skip
 
+ROWS = "the number of a row of q: 2^32 of them are a TiB"
 NUMBERED = {
+    ("sm_100f combine topk8 bfloat16", "signed offset cut"): {2: ROWS},
+    ("sm_100f combine topk8 bfloat16", "offset cut"): {2: ROWS},
+    ("sm_100f combine topk32 float32 temperature", "signed offset cut"): {2: ROWS},
+    ("sm_100f combine topk32 float32 temperature", "offset cut"): {2: ROWS},
     ("sm_90a fwd g4 bfloat16", "barrier dropped"): {2: WARPGROUP},
     ("sm_90a fwd g16 bfloat16 temperature", "barrier dropped"): {2: WARPGROUP},
     ("sm_90a fwd g16 bfloat16 temperature", "barrier of a warp dropped"): {3: EXPECTED, 6: EXPECTED},
