@@ -7,6 +7,17 @@ import ptxsim
 
 HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
 WIDTHS = {1: "b8", 2: "b16", 4: "b32", 8: "b64"}
+# By name, of two arrays of one dtype.
+REDUCTIONS = {
+    "add": lambda x, y: x + y,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "xor": lambda x, y: x ^ y,
+    "inc": lambda x, y: np.where(x >= y, np.zeros_like(x), x + np.ones_like(x)),
+    "dec": lambda x, y: np.where((x == 0) | (x > y), y, x - np.ones_like(x)),
+}
 
 
 def kernel(body: str, params: int = 1, shared: str = "") -> ptxsim.Module:

@@ -3,22 +3,12 @@
 import numpy as np
 import ptxsim
 import pytest
-from ptx import HEADER, aligned, kernel, random_bits
+from ptx import HEADER, REDUCTIONS, aligned, kernel, random_bits
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 INTEGERS = {"u32": np.uint32, "s32": np.int32, "b32": np.uint32, "u64": np.uint64, "s64": np.int64, "b64": np.uint64}
 FLOATS = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 NUMPY = INTEGERS | FLOATS
-REDUCTIONS = {
-    "add": lambda x, y: x + y,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": lambda x, y: x & y,
-    "or": lambda x, y: x | y,
-    "xor": lambda x, y: x ^ y,
-    "inc": lambda x, y: np.where(x >= y, np.zeros_like(x), x + np.ones_like(x)),
-    "dec": lambda x, y: np.where((x == 0) | (x > y), y, x - np.ones_like(x)),
-}
 BETWEEN_CTAS = [
     *(("add", t) for t in ("u32", "s32", "u64")),
     *((op, t) for op in ("min", "max") for t in ("u32", "s32")),

@@ -3,7 +3,7 @@
 import numpy as np
 import ptxsim
 import pytest
-from ptx import aligned, kernel, lanes
+from ptx import REDUCTIONS, aligned, kernel, lanes
 
 LANE = np.arange(32, dtype=np.uint32)
 
@@ -50,17 +50,7 @@ def test_generic_addresses_reach_every_space():
     np.testing.assert_array_equal(out, [LANE, LANE, np.ones(32)])
 
 
-ATOMICS = {
-    "add": lambda a, b: a + b,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "exch": lambda a, b: b,
-    "inc": lambda a, b: np.where(a >= b, 0, a + 1),
-    "dec": lambda a, b: np.where((a == 0) | (a > b), b, a - 1),
-}
+ATOMICS = REDUCTIONS | {"exch": lambda x, y: y}
 
 
 @pytest.mark.parametrize("space", ["global", "shared"])

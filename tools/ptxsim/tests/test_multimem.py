@@ -3,7 +3,7 @@
 import numpy as np
 import ptxsim
 import pytest
-from ptx import aligned, kernel, random_bits
+from ptx import REDUCTIONS, aligned, kernel, random_bits
 
 BYTES = {
     "u32": 4,
@@ -70,14 +70,6 @@ def test_a_store_and_a_load_of_one_device_are_plain(vector, type_):
     np.testing.assert_array_equal(same, memory)
 
 
-REDUCTIONS = {
-    "add": lambda x, y: x + y,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
 INTEGER_REDUCTIONS = [
     *(("add", t) for t in ("u32", "s32", "u64")),
     *((op, t) for op in ("min", "max") for t in ("u32", "s32", "u64", "s64")),

@@ -82,7 +82,7 @@ def run_program(program: Path, arguments: list[str], launches: Launches) -> bool
 
 
 def main(arguments: argparse.Namespace, program_arguments: list[str]) -> int:
-    for package in ("torch", "cutlass"):
+    for package in ("torch", "cutlass", "elftools"):
         if importlib.util.find_spec(package) is None:
             print(f"ptxsim run: the program's environment has no {package}", file=sys.stderr)
             return 2

@@ -20,7 +20,6 @@ Actor async_actor(Warp& w, const Completion& c, bool reads = false);
 
 // A lane's address operand whose offset stands elsewhere than in the instruction's `imm`.
 uint64_t operand_address(Warp& w, Slot slot, bool wide, int lane, int64_t offset);
-Slot bracketed(Decoder& d, size_t i, bool* wide, std::vector<int32_t>* offsets);
 
 // The number of a reduction, and of its element type (a CUtensorMapDataType); 0 is a plain copy. Fails where the ISA has
 // no such reduction into that memory.

@@ -245,6 +245,26 @@ Slot Decoder::address(const Operand& o, int* base_bytes) {
   fail("address of a kind that is not possible here");
 }
 
+const Operand& Decoder::element(const Operand& o, size_t e, size_t elements) const {
+  bool vector = elements > 1;
+  if (vector != (o.kind == Operand::vector) || (vector && o.items.size() != elements)) fail("number of registers and vector size differ");
+  return vector ? o.items[e] : o;
+}
+
+Slot Decoder::address(size_t i, int wide) {
+  int bytes = 0;
+  Slot s = address(operand(i), &bytes);
+  if (bytes == 8) in.kind |= wide;
+  return s;
+}
+
+Slot Decoder::wide_address(size_t i) {
+  int bytes = 0;
+  Slot s = address(operand(i), &bytes);
+  if (bytes != 8) fail("32-bit address of global memory");
+  return s;
+}
+
 uint64_t Decoder::immediate(size_t i) const {
   if (operand(i).kind != Operand::integer) fail(format("operand %zu must be an integer constant", i + 1));
   return operand(i).value;

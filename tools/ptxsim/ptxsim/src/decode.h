@@ -43,8 +43,12 @@ class Decoder {
   Slot target(const Operand& o, int bytes);
   Slot register_of(const Operand& o, int* bytes);  // source of any width; immediates get `*bytes`
   Slot target_of(const Operand& o, int* bytes);    // destination of any width
-  // Address operand: the slot of its base with the base's width in `in.n`-independent form, and the offset in `in.imm`.
+  // Address operand: the slot of its base, with the base's width, and the offset in `in.imm`.
   Slot address(const Operand& o, int* base_bytes);
+  Slot address(size_t i, int wide);             // `wide` is set in `in.kind` where the base has 64 bits
+  Slot wide_address(size_t i);                  // whose base must have them
+  // Of an operand that is a register, or as many in braces as a vector has elements.
+  const Operand& element(const Operand& o, size_t e, size_t elements) const;
   Slot constant(int bytes, uint64_t bits, Program::Relocation relocation = Program::none);
   Slot scratch();                               // sink of results that nobody wants
   Slot carry();                                 // predicate word: the carry flag of add.cc and its kind

@@ -506,14 +506,6 @@ void nothing(Warp&, const Instr&, uint32_t) {}
 }  // namespace
 
 // ---- decoding ----
-Slot bracketed(Decoder& d, size_t i, bool* wide, std::vector<int32_t>* offsets) {
-  int bytes = 0;
-  Slot s = d.address(d.operand(i), &bytes);
-  *wide = bytes == 8;
-  offsets->push_back(static_cast<int32_t>(d.in.imm));
-  return s;
-}
-
 int take_reduction(Decoder& d) {
   static const char* const names[] = {"", "add", "min", "max", "inc", "dec", "and", "or", "xor"};
   for (int i = 1; i < 9; ++i)
@@ -575,7 +567,8 @@ void decode_bulk(Decoder& d, bool reduce) {
   if (store ? !d.take("bulk_group") : !d.take("mbarrier::complete_tx::bytes")) d.fail("unknown completion mechanism");
   if (reduce && !store && !from_shared) d.fail("reduction of global into shared memory");
   if (multicast) d.in.kind |= Bulk::multicast;
-  bool wide = false;
+  auto offset = [&] { return static_cast<int32_t>(d.in.imm); };  // of the address that was taken last
+  int32_t shared, barrier = 0, source;
   size_t next;
   if (tensor) {
     bool four = d.take(store ? "tile::scatter4" : "tile::gather4");
@@ -589,36 +582,32 @@ void decode_bulk(Decoder& d, bool reduce) {
     size_t n = at.kind == Operand::vector ? at.items.size() : 1;
     if (static_cast<int>(n) != d.in.n) d.fail("number of coordinates and rank differ");
     for (size_t i = 0; i < n; ++i) d.list(d.value(at.kind == Operand::vector ? at.items[i] : at, *find_type("s32")));
-    std::vector<int32_t> shared, barrier{0}, source;
-    d.in.a[0] = bracketed(d, store ? 1 : 0, &wide, &shared);
-    if (wide) d.in.kind |= Bulk::wide_shared;
-    d.in.a[2] = bracketed(d, store ? 0 : 1, &wide, &source);
-    if (!wide) d.fail("32-bit address of a tensor map");
+    d.in.a[0] = d.address(store ? 1 : 0, Bulk::wide_shared);
+    shared = offset();
+    d.in.a[2] = d.wide_address(store ? 0 : 1);
+    source = offset();
     if (!store) {
-      barrier.clear();
-      d.in.a[1] = bracketed(d, 2, &wide, &barrier);
-      if (wide) d.in.kind |= Bulk::wide_barrier;
+      d.in.a[1] = d.address(2, Bulk::wide_barrier);
+      barrier = offset();
     }
-    for (int32_t o : {shared[0], barrier[0], source[0]}) d.list(o);
+    for (int32_t o : {shared, barrier, source}) d.list(o);
     next = store ? 2 : 3;
     d.in.size = op;
     d.in.fn = store ? tensor_store : tensor_load;
   } else {
     int type = reduce ? take_reduction_type(d, op, !store) : 0;
-    std::vector<int32_t> shared, barrier{0}, source;
-    d.in.a[0] = bracketed(d, store ? 1 : 0, &wide, &shared);
-    if (wide) d.in.kind |= Bulk::wide_shared;
-    d.in.a[2] = bracketed(d, store ? 0 : 1, &wide, &source);
-    if (wide) d.in.kind |= Bulk::wide_source;
+    d.in.a[0] = d.address(store ? 1 : 0, Bulk::wide_shared);
+    shared = offset();
+    d.in.a[2] = d.address(store ? 0 : 1, Bulk::wide_source);
+    source = offset();
     d.in.a[3] = d.source_slot(2, *find_type("u32"));
     next = 3;
     if (!store) {
-      barrier.clear();
-      d.in.a[1] = bracketed(d, 3, &wide, &barrier);
-      if (wide) d.in.kind |= Bulk::wide_barrier;
+      d.in.a[1] = d.address(3, Bulk::wide_barrier);
+      barrier = offset();
       next = 4;
     }
-    for (int32_t o : {shared[0], barrier[0], source[0]}) d.list(o);
+    for (int32_t o : {shared, barrier, source}) d.list(o);
     d.in.n = store ? 1 : from_shared ? 2 : 0;
     d.in.size = op | type << 8;
     d.in.fn = bulk_copy;
@@ -642,9 +631,7 @@ void decode_cp(Decoder& d) {
     d.in.kind = static_cast<int>(take_space(d));
     d.type();
     d.expect(1, 1);
-    int bytes = 0;
-    d.in.a[0] = d.address(d.operand(0), &bytes);
-    if (bytes == 8) d.in.kind |= 4;
+    d.in.a[0] = d.address(0, 4);
     d.in.fn = cp_async_mbarrier;
     return;
   }
@@ -655,12 +642,9 @@ void decode_cp(Decoder& d) {
   uint64_t size = d.immediate(2);
   if (size != 16 && (cg || (size != 4 && size != 8))) d.fail("unknown size");
   d.in.size = static_cast<int>(size);
-  int bytes = 0;
-  d.in.a[1] = d.address(d.operand(1), &bytes);
-  if (bytes != 8) d.fail("32-bit global address");
+  d.in.a[1] = d.wide_address(1);
   d.in.a[3] = static_cast<int32_t>(d.in.imm);
-  d.in.a[0] = d.address(d.operand(0), &bytes);
-  if (bytes == 8) d.in.kind |= 1;
+  d.in.a[0] = d.address(0, 1);
   if (d.count() == (hint ? 5u : 4u)) d.in.a[2] = d.source_slot(3, *find_type("u32"));
   d.in.fn = cp_async;
 }

@@ -84,14 +84,9 @@ void decode_launch_control(Decoder& d) {
     Space space = d.take("shared::cta") ? Space::shared : Space::generic;
     d.in.kind = static_cast<int>(space) << 4 | (d.take("multicast::cluster::all") ? kMulticast : 0);
     d.expect(2, 2);
-    bool wide = false;
-    std::vector<int32_t> offset;
-    d.in.a[1] = bracketed(d, 1, &wide, &offset);
-    if (wide) d.in.kind |= kWideBarrier;
-    d.in.a[2] = offset[0];
-    int bytes = 0;
-    d.in.a[0] = d.address(d.operand(0), &bytes);
-    if (bytes == 8) d.in.kind |= kWide;
+    d.in.a[1] = d.address(1, kWideBarrier);
+    d.in.a[2] = static_cast<int32_t>(d.in.imm);
+    d.in.a[0] = d.address(0, kWide);
     d.in.fn = try_cancel;
     return;
   }

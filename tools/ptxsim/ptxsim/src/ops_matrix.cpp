@@ -31,37 +31,24 @@ void fragment_place(int l, int e, bool transposed, int* row, int* column) {
   *column = transposed ? l / 4 : 2 * (l % 4) + e;
 }
 
-void ldmatrix(Warp& w, const Instr& in, uint32_t) {
+template <bool kLoad>
+void copy_matrices(Warp& w, const Instr& in, uint32_t) {
   if (!w.converged(kFullMask)) return;
   uint8_t* rows[32];
-  matrix_rows(w, in, false, rows);
+  matrix_rows(w, in, !kLoad, rows);
   const int32_t* registers = w.program->lists.data() + in.list;
   for (int i = 0; i < in.n; ++i) {
-    uint16_t* to = w.reg<uint16_t>(registers[i]);
+    uint16_t* fragment = w.reg<uint16_t>(registers[i]);
     for (int l = 0; l < kLanes; ++l)
       for (int e = 0; e < 2; ++e) {
         int row, column;
         fragment_place(l, e, in.kind & 1, &row, &column);
-        std::memcpy(&to[2 * l + e], rows[8 * i + row] + 2 * column, 2);
+        uint8_t* element = rows[8 * i + row] + 2 * column;
+        if (kLoad) std::memcpy(&fragment[2 * l + e], element, 2);
+        else std::memcpy(element, &fragment[2 * l + e], 2);
       }
   }
-}
-
-void stmatrix(Warp& w, const Instr& in, uint32_t) {
-  if (!w.converged(kFullMask)) return;
-  uint8_t* rows[32];
-  matrix_rows(w, in, true, rows);
-  const int32_t* registers = w.program->lists.data() + in.list;
-  for (int i = 0; i < in.n; ++i) {
-    const uint16_t* from = w.reg<uint16_t>(registers[i]);
-    for (int l = 0; l < kLanes; ++l)
-      for (int e = 0; e < 2; ++e) {
-        int row, column;
-        fragment_place(l, e, in.kind & 1, &row, &column);
-        std::memcpy(rows[8 * i + row] + 2 * column, &from[2 * l + e], 2);
-      }
-  }
-  ++w.machine->progress;
+  if (!kLoad) ++w.machine->progress;
 }
 
 // Rows of 16 elements, each in a byte of its own once it is in a register. An 8x16 matrix takes a register: a lane has
@@ -115,9 +102,7 @@ void decode_matrix_access(Decoder& d, bool load) {
   if (!exists) d.fail("no such combination of shape, type ." + type + " and transposition");
   d.in.kind = transposed | bits << 2;
   d.expect(2, 2);
-  int base_bytes = 0;
-  d.in.a[0] = d.address(d.operand(load ? 1 : 0), &base_bytes);
-  if (base_bytes == 8) d.in.kind |= 2;
+  d.in.a[0] = d.address(load ? 1 : 0, 2);
   const Operand& data = d.operand(load ? 0 : 1);
   if (data.kind == Operand::vector) {
     if (static_cast<int>(data.items.size()) != d.in.n) d.fail("number of registers and of matrices differ");
@@ -126,7 +111,7 @@ void decode_matrix_access(Decoder& d, bool load) {
     if (d.in.n != 1) d.fail("number of registers and of matrices differ");
     d.list(load ? d.target(data, 4) : d.value(data, *find_type("b32")));
   }
-  d.in.fn = load ? (bits == 16 ? ldmatrix : ldmatrix_bytes) : bits == 16 ? stmatrix : stmatrix_bytes;
+  d.in.fn = bits != 16 ? (load ? ldmatrix_bytes : stmatrix_bytes) : load ? copy_matrices<true> : copy_matrices<false>;
 }
 
 // Each lane holds two elements of an 8x8 matrix of 16-bit elements; transposes it across the warp.

@@ -216,15 +216,12 @@ void decode_access(Decoder& d, bool load) {
   if (t.cls == Type::signed_int) d.in.kind |= Kind::sign;
   d.expect(2, hint ? 3 : 2);
   size_t data_at = load ? 0 : 1, address_at = load ? 1 : 0;
-  int base_bytes = 0;
-  d.in.a[0] = d.address(d.operand(address_at), &base_bytes);
-  if (base_bytes == 8) d.in.kind |= Kind::wide;
+  d.in.a[0] = d.address(address_at, Kind::wide);
   const Operand& data = d.operand(data_at);
   size_t n = vector.empty() ? 1 : static_cast<size_t>(vector[1] - '0');
-  if ((n > 1) != (data.kind == Operand::vector) || (n > 1 && data.items.size() != n)) d.fail("number of registers and vector size differ");
   int container = t.bytes;
   for (size_t e = 0; e < n; ++e) {
-    const Operand& o = n > 1 ? data.items[e] : data;
+    const Operand& o = d.element(data, e, n);
     int bytes = t.bytes;
     if (o.kind == Operand::reg || o.kind == Operand::integer || o.kind == Operand::real) {
       if (load && o.kind != Operand::reg) d.fail("the destination is not a register");
@@ -348,19 +345,13 @@ void decode_atomic(Decoder& d, bool result) {
   if (t.cls == Type::real && op != add && op != min && op != max && op != exch) d.fail("operation on type ." + t.name);
   size_t first = result ? 1 : 0, sources = op == cas ? 2 : 1;
   d.expect(first + 1 + sources, first + 1 + sources + (hint ? 1 : 0));
-  int base_bytes = 0;
-  d.in.a[0] = d.address(d.operand(first), &base_bytes);
-  if (base_bytes == 8) d.in.kind |= Kind::wide;
+  d.in.a[0] = d.address(first, Kind::wide);
   size_t n = vector.empty() ? 1 : static_cast<size_t>(vector[1] - '0');
-  auto element = [&](const Operand& o, size_t e) -> const Operand& {
-    if ((n > 1) != (o.kind == Operand::vector) || (n > 1 && o.items.size() != n)) d.fail("number of registers and vector size differ");
-    return n > 1 ? o.items[e] : o;
-  };
   for (size_t s = 0; s < 2; ++s)
-    for (size_t e = 0; e < n; ++e) d.list(s < sources ? d.value(element(d.operand(first + 1 + s), e), t) : -1);
+    for (size_t e = 0; e < n; ++e) d.list(s < sources ? d.value(d.element(d.operand(first + 1 + s), e, n), t) : -1);
   if (result && d.operand(0).kind != Operand::sink) {
     d.in.a[1] = 0;
-    for (size_t e = 0; e < n; ++e) d.list(d.target(element(d.operand(0), e), t.bytes));
+    for (size_t e = 0; e < n; ++e) d.list(d.target(d.element(d.operand(0), e, n), t.bytes));
   }
   d.in.n = static_cast<int>(n);
   d.in.size = t.bytes;

@@ -64,17 +64,10 @@ void decode_remote(Decoder& d, bool reduce) {
     if (t.bytes != 4 && t.bytes != 8) d.fail("type ." + t.name);
   }
   d.expect(3, 3);
-  const Operand& data = d.operand(1);
-  if ((n > 1) != (data.kind == Operand::vector) || (n > 1 && data.items.size() != n)) d.fail("number of registers and vector size differ");
-  for (size_t e = 0; e < n; ++e) d.list(d.value(n > 1 ? data.items[e] : data, t));
-  bool wide = false;
-  std::vector<int32_t> offset;
-  d.in.a[1] = bracketed(d, 2, &wide, &offset);
-  if (wide) d.in.kind |= kWideBarrier;
-  d.in.a[2] = offset[0];
-  int bytes = 0;
-  d.in.a[0] = d.address(d.operand(0), &bytes);
-  if (bytes == 8) d.in.kind |= kWide;
+  for (size_t e = 0; e < n; ++e) d.list(d.value(d.element(d.operand(1), e, n), t));
+  d.in.a[1] = d.address(2, kWideBarrier);
+  d.in.a[2] = static_cast<int32_t>(d.in.imm);
+  d.in.a[0] = d.address(0, kWide);
   d.in.a[3] = reduction;
   d.in.a[4] = type;
   d.in.n = static_cast<int>(n);

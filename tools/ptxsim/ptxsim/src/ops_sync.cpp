@@ -259,11 +259,7 @@ void decode_mbarrier(Decoder& d) {
   Type t = d.type();
   if (t.name != "b64") d.fail("type ." + t.name);
   const Type& u32 = *find_type("u32");
-  auto place = [&](size_t i) {
-    int bytes = 0;
-    d.in.a[1] = d.address(d.operand(i), &bytes);
-    if (bytes == 8) d.in.kind |= Kind::wide;
-  };
+  auto place = [&](size_t i) { d.in.a[1] = d.address(i, Kind::wide); };
   switch (op) {
     case init:
       d.expect(2, 2);

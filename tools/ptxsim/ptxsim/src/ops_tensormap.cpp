@@ -90,14 +90,9 @@ void decode_tensormap(Decoder& d) {
     if (!known || std::string(d.take_one({"cta", "cluster", "gpu", "sys"})).empty() || !d.take("sync") || !d.take("aligned")) d.fail("unknown form");
     d.expect(3, 3);
     if (d.immediate(2) != kBytes) d.fail("a tensor map has 128 bytes");
-    bool wide = false;
-    std::vector<int32_t> offset;
-    d.in.a[1] = bracketed(d, 1, &wide, &offset);
-    if (wide) d.in.kind |= kWideSource;
-    d.in.a[2] = offset[0];
-    int bytes = 0;
-    d.in.a[0] = d.address(d.operand(0), &bytes);
-    if (bytes != 8) d.fail("32-bit global address");
+    d.in.a[1] = d.address(1, kWideSource);
+    d.in.a[2] = static_cast<int32_t>(d.in.imm);
+    d.in.a[0] = d.wide_address(0);
     d.in.fn = copy_and_release;
     return;
   }
@@ -122,9 +117,7 @@ void decode_tensormap(Decoder& d) {
   if (field >= MapField::type) d.immediate(value);
   d.in.a[1] = d.source_slot(value, t);
   d.in.size = t.bytes;
-  int bytes = 0;
-  d.in.a[0] = d.address(d.operand(0), &bytes);
-  if (bytes == 8) d.in.kind |= kWide;
+  d.in.a[0] = d.address(0, kWide);
   d.in.fn = replace;
 }
 
@@ -155,9 +148,7 @@ void decode_tensormap_fence(Decoder& d) {
   }
   d.expect(2, 2);
   if (d.immediate(1) != kBytes) d.fail("a tensor map has 128 bytes");
-  int bytes = 0;
-  d.in.a[0] = d.address(d.operand(0), &bytes);
-  if (bytes != 8) d.fail("32-bit generic address");
+  d.in.a[0] = d.wide_address(0);
   d.in.fn = acquire;
 }
 

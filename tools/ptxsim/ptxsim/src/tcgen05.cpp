@@ -703,9 +703,8 @@ void decode_tcgen05(Decoder& d) {
     take_space(d);
     d.type();
     d.expect(2, 2);
-    int bytes = 0;
-    d.in.a[0] = d.address(d.operand(0), &bytes);
-    d.in.kind = (bytes == 8) | two << 1;
+    d.in.kind = two << 1;
+    d.in.a[0] = d.address(0, 1);
     d.in.a[1] = d.source_slot(1, b32);
     d.in.fn = alloc;
   } else if (op == "dealloc") {
@@ -765,9 +764,7 @@ void decode_tcgen05(Decoder& d) {
     take_space(d);
     d.type();
     d.expect(multicast ? 2 : 1, multicast ? 2 : 1);
-    int bytes = 0;
-    d.in.a[0] = d.address(d.operand(0), &bytes);
-    d.in.kind = bytes == 8;
+    d.in.a[0] = d.address(0, 1);
     if (multicast) d.in.a[1] = d.source_slot(1, *find_type("u16"));
     d.in.fn = commit;
   } else {
