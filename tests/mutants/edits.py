@@ -144,7 +144,7 @@ SYNCHRONISATION = [
         "one arrival more", BOTH, r"(mbarrier\.init[^;]*), (%r\d+);",
         r"{ .reg .b32 COUNT; add.s32 COUNT, \2, 1; \1, COUNT; }", HANGS | {"mbarrier"},
     ),
-    Edit("expected bytes halved", BOTH, r"(expect_tx[^;]*), %r\d+;", r"\1, 8192;", {"mbarrier"}),
+    Edit("expected bytes halved", BOTH, r"(expect_tx[^;]*), %r\d+;", r"\1, 8192;", {"mbarrier", NUMBERS}),
     Edit("proxy fence dropped", BOTH, r"fence\.proxy\.async[^;]*;", "", {"proxy_fence"}),
     Edit("proxy fence of one lane", BOTH, opcode(r"fence\.proxy\.async"), of_lanes("lt 1"), {"proxy_fence"}),
     Edit(

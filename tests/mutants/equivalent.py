@@ -23,7 +23,8 @@ SUMS = "the sums of the warps are not written again, or after a further barrier"
 COMPLETES = "the thread has nothing to tell: its copy completes on the barrier itself"
 WARPGROUP = "a warpgroup's products are complete as one, and the warp that goes on has waited for them"
 LOADED = "a register waits for its own load, and a later wait of the warp, before it lets go of the memory, for all"
-FEW = "fewer registers, which still hold the values of the producers: an assembler that spills is what a build refuses"
+FEW = "fewer registers, which still hold the values of the role: an assembler that spills is what a build refuses"
+AHEAD = "a walk has three stages for a consumer's Q and two for K and V, and who fills them awaits both"
 SEEN = "of -1 << n, no lower bit is set where this one is not"
 
 
@@ -51,6 +52,9 @@ NUMBERED = [
     ("sm_90a fwd g1 .*", "barrier of a warp dropped", {3: WARPGROUP}),
     ("sm_90a fwd g1 .*", ".*offset cut", {173: "one of 128 values of a row"}),
     ("sm_90a fwd g16 .*", "arrival relaxed", {6: COMPLETES, 13: COMPLETES}),
+    ("sm_90a fwd .*", "wait for an mbarrier dropped", {5: AHEAD}),
+    ("sm_90a fwd .*", "arrival relaxed", {7: AHEAD}),
+    ("sm_90a fwd .*", "setmaxnreg dropped", {5: FEW}),
     ("sm_90a fwd .*", "setmaxnreg: few", {4: FEW}),
     ("sm_90a fwd g1 .*|sm_100f fwd g(1|4) .*", "setmaxnreg: few", {1: FEW}),
     ("sm_100f fwd g4 .*", "barrier of a warp dropped", {6: COLLECTIVE, 10: COLLECTIVE}),
