@@ -161,7 +161,7 @@ SYNCHRONISATION = [
     Edit(
         "aligned instruction of some lanes", ALL,
         opcode(r"(?:bar\.sync|wgmma\.(?:fence|commit_group|wait_group)|tcgen05[\w:.]*\.sync\.aligned|setmaxnreg)"),
-        of_lanes("lt 16"), {"convergence"},
+        of_lanes("lt 16"), {"convergence", "registers"},  # what a load of some lanes leaves as it is stays in registers
     ),
     Edit("setmaxnreg dropped", BOTH, opcode(r"setmaxnreg"), "", REGISTERS),
     Edit("setmaxnreg: direction", BOTH, r"setmaxnreg\.(inc|dec)", swap("inc", "dec"), REGISTERS),

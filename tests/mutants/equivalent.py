@@ -1,7 +1,7 @@
 """Mutants that no test can notice, and why.
 
 A mutant is named by the kernel, the edit and its number among the edit's mutants, which a failing test prints. What
-names kernels, edits and instructions are regular expressions.
+names kernels, edits and instructions are regular expressions; sections are those of the PTX ISA 9.1.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ DIVISOR = "128 is divided by 1 at least"
 SUMS = "the sums of the warps are not written again, or after a further barrier"
 COMPLETES = "the thread has nothing to tell: its copy completes on the barrier itself"
 WARPGROUP = "a warpgroup's products are complete as one, and the warp that goes on has waited for them"
-LOADED = "a register waits for its own load, and a later wait of the warp, before it lets go of the memory, for all"
+LOADED = "a register waits for its own load (9.7.16.6.4.5), and a later wait, before the memory is let go, for all"
+FENCED = "what it lets go is tensor memory, and fences of tcgen05 need no more than a relaxed arrival (9.7.16.6.4.4)"
 FEW = "fewer registers, which still hold the values of the role: an assembler that spills is what a build refuses"
 AHEAD = "a walk has three stages for a consumer's Q and two for K and V, and who fills them awaits both"
+GATHERED = "the products let an item go when its tiles' queries, and those of the next tile, have come from these warps"
+BEGUN = "the last product of an item, which the epilogue awaits, is issued by a warp that has begun the next item"
+FOLLOWED = "a barrier of the CTA follows"
 SEEN = "of -1 << n, no lower bit is set where this one is not"
 
 
@@ -57,9 +61,14 @@ NUMBERED = [
     ("sm_90a fwd .*", "setmaxnreg dropped", {5: FEW}),
     ("sm_90a fwd .*", "setmaxnreg: few", {4: FEW}),
     ("sm_90a fwd g1 .*|sm_100f fwd g(1|4) .*", "setmaxnreg: few", {1: FEW}),
+    ("sm_100f fwd .*", "wait for an mbarrier dropped", {21: BEGUN}),
+    ("sm_100f fwd .*", "arrival relaxed", {6: GATHERED, 10: FENCED}),
+    ("sm_100f fwd .*", "barrier of a warp dropped", {3: GATHERED}),
     ("sm_100f fwd g4 .*", "barrier of a warp dropped", {6: COLLECTIVE, 10: COLLECTIVE}),
-    ("sm_100f fwd g(4|16) .*", "wait for loads dropped", {2: LOADED, 4: LOADED}),
-    ("sm_100f fwd g1 .*", "wait for loads dropped", {6: LOADED, 12: LOADED}),
+    ("sm_100f fwd g16 .*", "barrier of a warp dropped", {4: EXPECTED, 7: COLLECTIVE, 11: COLLECTIVE}),
+    ("sm_100f fwd g1 .*", "barrier of a warp dropped", {6: COLLECTIVE, 12: COLLECTIVE}),
+    ("sm_100f fwd g(4|16) .*", "wait for loads dropped", dict.fromkeys(range(2, 5), LOADED)),
+    ("sm_100f fwd g1 .*", "wait for loads dropped", dict.fromkeys(range(2, 17), LOADED)),
     ("sm_100f fwd g4 .*", "constant one more", seen(170)),
     ("sm_100f fwd g16 .*", "constant one more", seen(171)),
     ("sm_100f fwd g1 .*", "constant one more", seen(195)),
@@ -82,7 +91,9 @@ NUMBERED = [
     ("csr_rows", "gt and ge", {13: ROUND}),
     ("csr_rows|csr_row_ptr", "constant one (more|less)", {1: EMPTY}),
     ("csr_row_ptr", "lt and le", {1: EMPTY}),
-    ("schedule_fill", "barrier of a warp dropped", {2: "a barrier of the CTA follows"}),
+    ("radix_scatter", "barrier of a warp dropped", {32: FOLLOWED}),
+    ("schedule_fill", "barrier of a warp dropped", {2: FOLLOWED}),
+    ("schedule_fill", "barrier dropped", {2: SUMS, 3: "the scan of the buckets has barriers before the rows are read"}),
     ("schedule_fill", "lt and le", {5: CLEARED, 10: FEW_BUCKETS}),
     ("schedule_count", "barrier dropped", {2: SUMS}),
     ("schedule_count", ".*offset cut", {11: "256 times the tiles of 256 rows are no more than rows"}),
