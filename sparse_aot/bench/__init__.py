@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     results = []
     for shape in cases.shapes(options):
         dense_ms = measure.dense_ms(shape, options)
-        for pattern in cases.patterns(options):
+        for pattern in options.q2k_pattern:
             results.append(measure.case(shape, pattern, dense_ms, options))
             report.print_case(results[-1])
     host_us = measure.host_us(options)
