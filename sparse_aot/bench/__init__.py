@@ -1,7 +1,7 @@
 """``sparse-aot bench``: times CSR, schedule, forward and combine, next to baselines. Needs torch and Triton.
 
-``main`` parses the command line and prints; ``cases`` makes inputs, ``baselines`` is what we compare with, ``measure``
-times, ``report`` prints, plots and writes JSON.
+``options`` parses the command line, ``cases`` makes inputs, ``baselines`` is what we compare with, ``measure`` times
+and makes a ``result`` of each case, ``report`` prints, plots and writes JSON.
 """
 
 from __future__ import annotations

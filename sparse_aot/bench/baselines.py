@@ -21,7 +21,7 @@ CONFIGS = [  # keys of a step, warps, stages: which is fastest depends on the de
     [triton.Config({"KEYS": keys}, num_warps=warps, num_stages=stages) for keys, warps, stages in CONFIGS],
     key=["total_q", "k_token_stride", "page_table_stride", "TOPK", "GROUP", "PAGED", "CAUSAL"],
 )
-@triton.jit
+@triton.jit(do_not_specialize=["total_q", "page_table_stride"])  # compiled once for all sizes
 def _gather_kernel(
     q, k, v, q2k, cu_q, cu_k, seqused_k, page_table, sequence_of, out, lse, scale,
     total_q, k_block_stride, k_head_stride, k_token_stride, page_table_stride,

@@ -18,7 +18,7 @@ from torch.cuda import nvtx
 import sparse_aot
 from sparse_aot.bench.baselines import Dense, Gather
 from sparse_aot.bench.cases import Inputs, Shape, count_pairs, make_inputs, overlap
-from sparse_aot.bench.options import BLOCK, PARTIAL_DTYPES
+from sparse_aot.bench.options import BLOCK, PARTIAL_DTYPES, lens_text
 from sparse_aot.bench.result import Result
 
 QUEUE_CYCLES = 20_000_000  # about 10 ms in which the host gets ahead, so that its own time is not measured
@@ -74,7 +74,7 @@ def case(shape: Shape, pattern: str, dense_ms: float | None, options: argparse.N
     def forward():
         attend(shape, inputs, plan, partial_dtype, out=out, lse=lse)
 
-    label = f"{shape.name} {pattern}"
+    label = f"{shape.name} {lens_text(shape.lens)} {pattern}"
     capture = options.cuda_profiler_capture
     timing = (options.warmup, options.iters)
     csr_ms = median_ms(f"{label}: CSR + schedule", lambda: build(shape, inputs), *timing, capture)

@@ -138,7 +138,7 @@ def write_plot(path: str, environment: dict[str, str], results: list[Result]) ->
     ]
     panels = [panel for panel in panels if panel[0]]
     places = [[0] * len(panels), range(1, 1 + len(panels))] if panels else [[0]]
-    size = (max(2 + 1.2 * len(results), 6 * len(panels)), 4.5 * len(places))
+    size = (max(6, 2 + 1.2 * len(results), 6 * len(panels)), 4.5 * len(places))
     figure, axes = pyplot.subplot_mosaic(places, figsize=size, layout="constrained")
     _draw_bars(axes[0], results)
     for place, panel in enumerate(panels, 1):
