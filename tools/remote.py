@@ -23,10 +23,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = "build/remote"  # where logs go, in the checkout
+OVERLAPS = "runs:128,runs:16,runs:4,noise:15,noise:35,noise:100"
+CHUNK = ["--paged", "packed", "--graph", "--q2k-pattern", "runs:128,noise:35"]
 BENCHMARKS = {
     "bench-default": [],
     "bench-paged": ["--paged"],
     "bench-customer": ["--customer-case", "both"],
+    "bench-overlap": ["--paged", "packed", "--q2k-pattern", OVERLAPS],
+    "bench-chunks-32k": [*CHUNK, "--skv", "32768", "--sq", "128,512"],
+    "bench-chunks-128k": [*CHUNK, "--skv", "131072", "--sq", "2048,8192"],
+    "bench-chunk-one-head": [*CHUNK, "--skv", "131072", "--sq", "2048", "--head-kv", "1"],
+    "bench-requests": [*CHUNK, "--lens", "16x512:4096"],
 }
 SANITIZED = [  # few launches each: a sanitizer makes a kernel up to a thousand times slower
     "tests/msa/test_attention.py::test_a_first_slot_that_sees_nothing_does_not_hide_later_keys[cuda]",

@@ -1,7 +1,7 @@
 """``sparse-aot bench``: times CSR, schedule, forward and combine, next to baselines. Needs torch and Triton.
 
-``main`` parses the command line and prints; ``cases`` makes inputs, ``baselines`` is what we compare with, ``measure``
-times, ``report`` prints, plots and writes JSON.
+``options`` parses the command line, ``cases`` makes inputs, ``baselines`` is what we compare with, ``measure`` times
+and makes a ``result`` of each case, ``report`` prints, plots and writes JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     results = []
     for shape in cases.shapes(options):
         dense_ms = measure.dense_ms(shape, options)
-        for pattern in cases.patterns(options):
+        for pattern in options.q2k_pattern:
             results.append(measure.case(shape, pattern, dense_ms, options))
             report.print_case(results[-1])
     host_us = measure.host_us(options)

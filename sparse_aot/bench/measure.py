@@ -1,4 +1,7 @@
-"""Timing: device times are medians of CUDA events, host times medians of a monotonic clock."""
+"""Timing: device times are medians of CUDA events, host times medians of a monotonic clock.
+
+Calls follow each other, so what of a small case fits the L2 stays there, for ours and for the baseline.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch.cuda import nvtx
 
 import sparse_aot
 from sparse_aot.bench.baselines import Dense, Gather
-from sparse_aot.bench.cases import BLOCK, Inputs, Shape, make_inputs
-from sparse_aot.bench.options import PARTIAL_DTYPES
+from sparse_aot.bench.cases import Inputs, Shape, count_pairs, make_inputs, overlap
+from sparse_aot.bench.options import BLOCK, PARTIAL_DTYPES, lens_text
+from sparse_aot.bench.result import Result
 
 QUEUE_CYCLES = 20_000_000  # about 10 ms in which the host gets ahead, so that its own time is not measured
 LONG_RUN_S = 2.0  # a baseline runs fewer times when its timed calls would take longer than this
@@ -23,36 +27,8 @@ CHUNK = 1 << 13  # tokens compared at a time
 AGREEMENT = 0.02  # bound of largest_difference: both round P, and the result, to bf16
 
 
-@dataclass(frozen=True)
-class Result:
-    """One case. Times in ms; fan-out: queries a selected (KV head, block).
-
-    ``pairs`` are those of ``Shape.flop``, which TFLOP/s count; ``selected_share`` is their share of topk a token.
-    """
-
-    shape: dict
-    pattern: str
-    partial_dtype: str
-    csr_ms: float
-    forward_ms: float
-    total_ms: float
-    pairs: int
-    selected_share: float
-    tflops: float
-    total_tflops: float
-    fan_out_mean: float
-    fan_out_max: int
-    work_items: int
-    gather_ms: float
-    speedup: float
-    dense_ms: float | None
-    dense_tflops: float | None
-    max_difference: float
-    kernels_us: dict[str, float]
-
-
-def median_ms(name: str, call: Callable[[], object], warmup: int, iters: int, capture: bool = False) -> float:
-    """Median device time of ``call``, in an NVTX range of that ``name``; the working sets are far beyond the L2."""
+def times_ms(name: str, call: Callable[[], object], warmup: int, iters: int, capture: bool = False) -> list[float]:
+    """Device times of ``iters`` calls, in an NVTX range of that ``name``."""
     for _ in range(warmup):
         call()
     torch.cuda.synchronize()
@@ -64,7 +40,20 @@ def median_ms(name: str, call: Callable[[], object], warmup: int, iters: int, ca
             call()
             end.record()
         torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def median_ms(*arguments) -> float:
+    return statistics.median(times_ms(*arguments))
+
+
+def graph_ms(name: str, call: Callable[[], object], warmup: int, iters: int) -> tuple[float, float]:
+    """Median and least time of a replay of ``call``, which is captured once."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = times_ms(f"{name}, CUDA graph", graph.replay, warmup, iters)
+    return statistics.median(times), min(times)
 
 
 @contextlib.contextmanager
@@ -79,13 +68,13 @@ def case(shape: Shape, pattern: str, dense_ms: float | None, options: argparse.N
     inputs = make_inputs(shape, pattern, options.seed)
     partial_dtype = PARTIAL_DTYPES[options.partial_dtype]
     out = torch.empty_like(inputs.q)
-    lse = torch.empty(inputs.q.shape[:2], dtype=torch.float32, device="cuda")
+    lse = torch.empty(inputs.q.shape[:2], dtype=torch.float32, device=inputs.q.device)
     plan = build(shape, inputs)
 
     def forward():
         attend(shape, inputs, plan, partial_dtype, out=out, lse=lse)
 
-    label = f"{shape.name} {pattern}"
+    label = f"{shape.name} {lens_text(shape.lens)} {pattern}"
     capture = options.cuda_profiler_capture
     timing = (options.warmup, options.iters)
     csr_ms = median_ms(f"{label}: CSR + schedule", lambda: build(shape, inputs), *timing, capture)
@@ -96,12 +85,19 @@ def case(shape: Shape, pattern: str, dense_ms: float | None, options: argparse.N
     gather = Gather(shape, inputs)
     gather()
     gather_ms = _baseline_ms(f"{label}: gather baseline", gather, options)
+    graph, gather_graph = (None, None), (None, None)
+    if options.graph:
+        out.zero_()  # what is compared below comes from a replay
+        graph = graph_ms(
+            label, lambda: attend(shape, inputs, build(shape, inputs), partial_dtype, out=out, lse=lse), *timing
+        )
+        gather_graph = graph_ms(f"{label}: gather baseline", gather, *timing)
     difference = largest_difference(out, gather.out)
     if not difference < AGREEMENT:
         raise RuntimeError(f"{label}: the output differs from the gather baseline's by up to {difference}")
 
     row_ptr, _, schedule = plan
-    pairs = int(row_ptr[:, -1].sum())  # the CSR has each once, and none of a block that does not exist
+    pairs = count_pairs(row_ptr)
     fan_out = row_ptr.diff(dim=1)
     fan_out = fan_out[fan_out > 0]
     total_ms = csr_ms + forward_ms
@@ -116,11 +112,17 @@ def case(shape: Shape, pattern: str, dense_ms: float | None, options: argparse.N
         selected_share=pairs / (shape.total_q * shape.head_kv * shape.topk),
         tflops=shape.flop(pairs) / forward_ms * 1e-9,
         total_tflops=shape.flop(pairs) / total_ms * 1e-9,
+        overlap=overlap(shape, inputs.q2k),
         fan_out_mean=float(fan_out.float().mean()),
         fan_out_max=int(fan_out.max()),
         work_items=int(schedule.work_count),
         gather_ms=gather_ms,
+        gather_config=gather.config,
         speedup=gather_ms / total_ms,
+        graph_ms=graph[0],
+        graph_min_ms=graph[1],
+        gather_graph_ms=gather_graph[0],
+        gather_graph_min_ms=gather_graph[1],
         dense_ms=dense_ms,
         dense_tflops=dense_ms and Dense.flop(shape) / dense_ms * 1e-9,
         max_difference=difference,
@@ -136,8 +138,8 @@ def largest_difference(out: torch.Tensor, baseline: torch.Tensor) -> float:
 
 def build(shape: Shape, inputs: Inputs):
     return sparse_aot.build_k2q_csr(
-        inputs.q2k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, BLOCK, total_k=shape.batch * shape.capacity,
-        max_seqlen_k=shape.capacity, max_seqlen_q=shape.sq, total_rows=shape.total_rows,
+        inputs.q2k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, BLOCK, total_k=sum(shape.capacities),
+        max_seqlen_k=max(shape.capacities), max_seqlen_q=shape.max_q, total_rows=shape.total_rows,
         qhead_per_kv=shape.qhead_per_kv, return_schedule=True,
     )  # fmt: skip
 
@@ -147,15 +149,15 @@ def attend(shape: Shape, inputs: Inputs, plan, partial_dtype: str, **buffers):
     return sparse_aot.sparse_atten_func(
         inputs.q, inputs.k, inputs.v, row_ptr, q_indices, shape.topk, causal=shape.causal, partial_dtype=partial_dtype,
         return_softmax_lse=True, cu_seqlens_q=inputs.cu_seqlens_q, cu_seqlens_k=inputs.cu_seqlens_k,
-        max_seqlen_q=shape.sq, max_seqlen_k=shape.capacity, page_table=inputs.page_table, seqused_k=inputs.seqused_k,
-        schedule=schedule, **buffers,
+        max_seqlen_q=shape.max_q, max_seqlen_k=max(shape.capacities), page_table=inputs.page_table,
+        seqused_k=inputs.seqused_k, schedule=schedule, **buffers,
     )  # fmt: skip
 
 
 def dense_ms(shape: Shape, options: argparse.Namespace) -> float | None:
     """Dense attention through cuDNN at the same lengths; None where it does not apply or has no plan for the shape."""
-    if shape.sq != shape.skv:
-        return None  # torch aligns its causal mask to the top left
+    if any(lens != (shape.max_q, shape.max_q) for lens in shape.lens):
+        return None  # one length a call; torch aligns its causal mask to the top left
     try:
         dense = Dense(shape)
         dense()
@@ -185,7 +187,7 @@ def kernel_times_us(call: Callable[[], object], calls: int = 5) -> dict[str, flo
 
 def host_us(options: argparse.Namespace, calls: int = 1000, queue: int = 20) -> dict[str, float]:
     """Median host time of one call in microseconds, on sizes so small that the device never holds the host up."""
-    shape = Shape("tiny", 1, 64, 512, 4, 1, 16, options.causal, options.paged, 0)
+    shape = Shape("tiny", ((64, 512),), 4, 1, 16, options.causal, options.paged, 0)
     inputs = make_inputs(shape, "uniform", options.seed)
     partial_dtype = PARTIAL_DTYPES[options.partial_dtype]
     plan = build(shape, inputs)

@@ -2,12 +2,14 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 from places import ROOT
 
+from sparse_aot.bench.options import parse
 from tools import remote
 
 ABSENT = """
@@ -49,3 +51,13 @@ def test_all_tests_that_need_a_gpu_are_collected_without_simulator_and_compiler(
 @pytest.mark.parametrize("test", remote.SANITIZED)
 def test_what_a_sanitizer_runs_is_there(collected, test):
     assert test in collected or any(line.startswith(f"{test}[") for line in collected)
+
+
+def test_its_benchmarks_are_those_of_the_readme():
+    commands = re.findall(
+        r"^sparse-aot bench.*", (ROOT / "README.md").read_text().partition("# other uses")[0], re.MULTILINE
+    )
+    given = [parse(shlex.split(command, comments=True)[2:]) for command in commands]
+    assert [vars(options) | {"plot": None} for options in given] == [
+        vars(parse(options)) for options in remote.BENCHMARKS.values()
+    ]
