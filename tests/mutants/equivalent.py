@@ -107,9 +107,7 @@ GARBAGE = "an entry past a token's count is read, and the garbage there is past 
 FAR = "with a temperature no walk runs on results of gigabytes, for its lse has no gaps; without, g4 and g1 do"
 SPLITS = "no token of the large call has so many splits"
 ROUNDS = "eight tiles of a warp are a million entries"
-LIMIT = "one key more, of the hundreds that the tokens with this limit see"
 UNSEEN = [
-    ("sm_90a fwd g16 .*", "lt and le", {57: LIMIT}),
     ("sm_90a fwd g16 .*", ".*offset cut", {41: FAR}),
     ("sm_90a combine topk16 .*", ".*offset cut", {38: SPLITS}),
     ("radix_scan", "gt and ge", {3: ROUNDS, 6: ROUNDS}),
