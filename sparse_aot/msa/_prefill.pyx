@@ -462,7 +462,7 @@ cdef int _plan_walk(Call call, const Problem* p, Values* v, Schedule schedule, K
 
 cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partial) except -1:
     cdef bint temperature = p.lse_temperature.data is not NULL
-    # Without a key, or without a selected block, there is nothing to compute: combine sees split counts of 0.
+    # Without a key, or without a selected block, there is nothing to compute: combine is given split counts of 0.
     cdef bint has_work = p.kv.k.shape[0] > 0 and schedule.work_capacity > 0
     cdef size_t rows = <size_t>p.total_q * p.head_kv * p.topk * p.g
     cdef size_t out_bytes = _aligned(rows * HEAD_DIM * (4 if PARTIAL_DTYPES[partial] == FLOAT32 else 2))
@@ -490,8 +490,11 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
         encode_queries(maps, forward, &p.q, p.g)
         encode_kv(maps, forward, &p.kv)
         _plan_walk(call, p, &v, schedule, forward)
-    elif tracing:
-        note("no keys or no selected blocks, so combine alone")
+    else:
+        v.split_counts = v.partial_lse
+        call.set_words(v.split_counts, 0, <int64_t>p.total_q * p.head_kv)
+        if tracing:
+            note("no keys or no selected blocks, so combine alone")
     if call.on_host:
         _reach_schedule(call, schedule)
         if has_work:

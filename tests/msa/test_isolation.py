@@ -132,6 +132,14 @@ def test_keys_of_a_page_that_the_pool_does_not_have_are_not_there(place, page, c
         check(case, traversal)
 
 
+def test_a_pool_without_pages_has_no_keys(place):
+    case = case_of(place, layout="paged")
+    plan = build(case)
+    case.k, case.v = case.k[:0], case.v[:0]
+    out, lse = attend(case, plan)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
 @pytest.mark.parametrize("columns", [1, 2])
 def test_keys_of_columns_that_the_page_table_lacks_are_not_there(place, columns):
     for traversal in place.traversals:
