@@ -196,19 +196,24 @@ def test_an_interrupt_ends_a_simulation():
 import os, signal, threading, time
 from test_sim import call
 from sparse_aot import sim
+call()  # which loads what there is to load
 sim.options.multiprocessors = 1024
 start = time.monotonic()
 call()
 whole = time.monotonic() - start
-threading.Timer(whole / 8, os.kill, [os.getpid(), signal.SIGINT]).start()
-start = time.monotonic()
+sent = []
+def interrupt():
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Timer(whole / 8, interrupt).start()
 try:
-    call()
+    while True:  # whatever else the machine does, the interrupt finds a simulation
+        call()
 except KeyboardInterrupt:
-    print((time.monotonic() - start) / whole)
+    print((time.monotonic() - sent[0]) / whole)
 """
     done = run_python(code, PYTHONWARNINGS="ignore")
-    assert float(done.stdout) < 0.7, done.stderr
+    assert float(done.stdout) < 0.5, done.stderr
 
 
 def test_an_architecture_that_the_bundle_does_not_have_is_refused(monkeypatch):
