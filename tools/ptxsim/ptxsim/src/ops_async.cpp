@@ -568,7 +568,8 @@ void decode_bulk(Decoder& d, bool reduce) {
   if (reduce && !store && !from_shared) d.fail("reduction of global into shared memory");
   if (multicast) d.in.kind |= Bulk::multicast;
   auto offset = [&] { return static_cast<int32_t>(d.in.imm); };  // of the address that was taken last
-  int32_t shared, barrier = 0, source;
+  d.in.a[0] = d.address(store ? 1 : 0, Bulk::wide_shared);
+  int32_t shared = offset(), barrier = 0;
   size_t next;
   if (tensor) {
     bool four = d.take(store ? "tile::scatter4" : "tile::gather4");
@@ -582,36 +583,25 @@ void decode_bulk(Decoder& d, bool reduce) {
     size_t n = at.kind == Operand::vector ? at.items.size() : 1;
     if (static_cast<int>(n) != d.in.n) d.fail("number of coordinates and rank differ");
     for (size_t i = 0; i < n; ++i) d.list(d.value(at.kind == Operand::vector ? at.items[i] : at, *find_type("s32")));
-    d.in.a[0] = d.address(store ? 1 : 0, Bulk::wide_shared);
-    shared = offset();
     d.in.a[2] = d.wide_address(store ? 0 : 1);
-    source = offset();
-    if (!store) {
-      d.in.a[1] = d.address(2, Bulk::wide_barrier);
-      barrier = offset();
-    }
-    for (int32_t o : {shared, barrier, source}) d.list(o);
-    next = store ? 2 : 3;
+    next = 2;
     d.in.size = op;
     d.in.fn = store ? tensor_store : tensor_load;
   } else {
     int type = reduce ? take_reduction_type(d, op, !store) : 0;
-    d.in.a[0] = d.address(store ? 1 : 0, Bulk::wide_shared);
-    shared = offset();
     d.in.a[2] = d.address(store ? 0 : 1, Bulk::wide_source);
-    source = offset();
     d.in.a[3] = d.source_slot(2, *find_type("u32"));
     next = 3;
-    if (!store) {
-      d.in.a[1] = d.address(3, Bulk::wide_barrier);
-      barrier = offset();
-      next = 4;
-    }
-    for (int32_t o : {shared, barrier, source}) d.list(o);
     d.in.n = store ? 1 : from_shared ? 2 : 0;
     d.in.size = op | type << 8;
     d.in.fn = bulk_copy;
   }
+  int32_t source = offset();
+  if (!store) {
+    d.in.a[1] = d.address(next++, Bulk::wide_barrier);
+    barrier = offset();
+  }
+  for (int32_t o : {shared, barrier, source}) d.list(o);
   if (multicast) d.in.a[4] = d.source_slot(next++, *find_type("u16"));
   if (hint) ++next;
   if (masked) d.in.a[5] = d.source_slot(next++, *find_type("u16"));
