@@ -20,7 +20,7 @@ from reference import BLOCK, Case, Reference, assert_lse_close, assert_out_close
 
 from aot.configs import ARCHS
 from sparse_aot import build_k2q_csr, sim, sparse_atten_func
-from sparse_aot.msa._csr_host import walks
+from sparse_aot.msa._csr_host import walk_rule
 
 ROOT = Path(__file__).resolve().parent.parent
 G = (1, 2, 4, 8, 16)
@@ -63,7 +63,7 @@ class Place:
     def traversals(self) -> tuple[str, ...]:
         """What the forward can be made to do here."""
         walks = self.arch in WALKING if self.arch else torch.cuda.get_device_capability() == (9, 0)
-        return ("csr", "walk") if walks else ("csr",)
+        return ("csr", "walk", "mixed") if walks else ("csr",)
 
 
 HOST = Place("cpu", ARCHS[0])  # where no kernel makes CSR and schedule, if it is opened without csr=True
@@ -107,7 +107,22 @@ def axes(sim: Axes | list[Axes], cuda: Axes | list[Axes], archs: tuple[str, ...]
 # The pipeline -------------------------------------------------------------------------------------------------------
 
 
-def build(case: Case, **changes):
+# What makes the walk plan walk nothing, everything, what pays, or of each group what more than half of it selects; for
+# any number of groups: (cost, gain, groups) of ``walk_rule``.
+RULES = {"csr": (9, 0, 0), "walk": (0, 0, 0), None: (None, None, 0), "mixed": (4, 0, 0)}
+
+
+@contextlib.contextmanager
+def planned(traversal: str | None) -> Iterator[None]:
+    """Schedules that are made meanwhile have a plan for a traversal; None: what the selection asks for."""
+    before = walk_rule(*RULES[traversal])
+    try:
+        yield
+    finally:
+        walk_rule(*before)
+
+
+def build(case: Case, traversal: str | None = None, **changes):
     """CSR and schedule, without a host read: (k2q_row_ptr, k2q_q_indices, schedule)."""
     options = {
         "total_k": case.total_k,
@@ -117,18 +132,8 @@ def build(case: Case, **changes):
         "qhead_per_kv": case.qhead_per_kv,
         "return_schedule": True,
     }
-    return build_k2q_csr(case.q2k, case.cu_seqlens_q, case.cu_seqlens_k, BLOCK, **options | changes)
-
-
-def force(schedule, traversal: str) -> None:
-    """Make the forward take a traversal, whatever the selection asks for."""
-    schedule.walk_totals[0] = 0
-    schedule.walk_totals[1] = int(traversal == "walk")
-
-
-def asks_to_walk(walk_totals, qhead_per_kv: int) -> bool:
-    """Whether the totals of a schedule's walk plan make the forward walk."""
-    return walks(*(int(total) for total in walk_totals), 128 // qhead_per_kv)
+    with planned(traversal):
+        return build_k2q_csr(case.q2k, case.cu_seqlens_q, case.cu_seqlens_k, BLOCK, **options | changes)
 
 
 def without_digest(schedule):
@@ -153,9 +158,7 @@ def run(case: Case, traversal: str | None = None, *, change=None, **options):
 
     change: called with what ``build`` returned, to change it in place.
     """
-    plan = build(case)
-    if traversal is not None:
-        force(plan[2], traversal)
+    plan = build(case, traversal)
     if change is not None:
         change(*plan)
         plan = (*plan[:2], without_digest(plan[2]))

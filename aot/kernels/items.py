@@ -21,12 +21,12 @@ def phase_of(index: Int32) -> Int32:
 
 
 @cute.jit
-def claim(p) -> Int32:
+def claim(counter: cute.Pointer) -> Int32:
     """The next unclaimed work item, known to lane 0 only; every CTA starts with the item of its own number."""
     ctas, _, _ = cute.arch.grid_dim()
     claimed = Int32(0)
     if cute.arch.lane_idx() == 0:
-        claimed = ctas + cute.arch.atomic_add(p.work_counter, Int32(1))
+        claimed = ctas + cute.arch.atomic_add(counter, Int32(1))
     return claimed
 
 

@@ -1,53 +1,79 @@
 """The merge of splits: out = sum_s w_s * partial_s, w_s = exp(lse_s - lse), whatever lists a row's splits.
 
-A warp has a row. Lane i holds split i % splits, of at most ``splits`` ones (a power of two, at most 32).
+A row has a team of lanes, a power of two of them; each loads one chunk of every split. A lane also holds splits: number
+``i * lanes + place`` is element i of the lane with this place in its team.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32
 
 from aot.kernels import softmax
 
-
-@cute.jit
-def weigh(lse: Float32, exists: Boolean, splits: cutlass.Constexpr[int]):
-    """(weight of the lane's split, logsumexp of all splits), given the logsumexp of the lane's split."""
-    value = lse * softmax.LOG2_E
-    value = value if exists else -Float32.inf
-    maximum = value
-    for step in cutlass.range_constexpr(splits.bit_length() - 1):
-        maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=1 << step))
-    reference = softmax.finite(maximum)
-    weight = cute.math.exp2(value - reference, fastmath=True)
-    total = weight
-    for step in cutlass.range_constexpr(splits.bit_length() - 1):
-        total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-    return weight * softmax.reciprocal(total), softmax.log_sum_exp(reference, total)
+BATCH = 4  # splits whose loads a lane has under way
 
 
 @cute.jit
-def accumulate(acc: cute.Tensor, first: Int64, number: Int32, weight: Float32, chunk_of, dtype, lanes, splits):
-    """Add the weighted splits up: every lane ends with its chunk of the whole sum in ``acc``, float32.
+def team_max(value, lanes: cutlass.Constexpr[int]):
+    """The largest over the lanes of a team."""
+    for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1 << step))
+    return value
 
-    The lane's split is entry ``first + number``, and ``chunk_of(entry)`` is the lane's chunk, in global memory, of what
-    a split left; ``lanes`` lanes cover a row. Where they are half of the warp, each half takes half of the splits.
+
+@cute.jit
+def team_sum(value, lanes: cutlass.Constexpr[int]):
+    """The sum over the lanes of a team."""
+    for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+        value += cute.arch.shuffle_sync_bfly(value, offset=1 << step)
+    return value
+
+
+@cute.jit
+def weigh(lse: cute.Tensor, lanes: cutlass.Constexpr[int]) -> Float32:
+    """The logsumexp of a row's splits, of which a lane has some, -inf where there is none; these become the weights."""
+    maximum = -Float32.inf
+    for i in cutlass.range_constexpr(cute.size(lse)):
+        lse[i] = lse[i] * softmax.LOG2_E
+        maximum = cute.arch.fmax(maximum, lse[i])
+    reference = softmax.finite(team_max(maximum, lanes))
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(cute.size(lse)):
+        lse[i] = cute.math.exp2(lse[i] - reference, fastmath=True)
+        total += lse[i]
+    total = team_sum(total, lanes)
+    for i in cutlass.range_constexpr(cute.size(lse)):
+        lse[i] = lse[i] * softmax.reciprocal(total)
+    return softmax.log_sum_exp(reference, total)
+
+
+@cute.jit
+def held(values: cute.Tensor, index: Int32, lanes: cutlass.Constexpr[int]):
+    """All lanes: what the team holds as number ``index``."""
+    source = cute.arch.lane_idx() // lanes * lanes + index % lanes
+    result = cute.arch.shuffle_sync(values[0], source)
+    for i in cutlass.range_constexpr(1, cute.size(values)):
+        other = cute.arch.shuffle_sync(values[i], source)
+        result = other if index // lanes == i else result
+    return result
+
+
+@cute.jit
+def accumulate(acc: cute.Tensor, splits: cute.Tensor, weights: cute.Tensor, count, chunk_of, dtype, lanes):
+    """Add up ``count`` weighted splits, the same number for all teams of the warp, which may have fewer: the others
+    weigh nothing. ``chunk_of(split)`` is the lane's chunk of a split, in global memory.
+
+    What weighs nothing is not read: a split that sees nothing may hold 0 * NaN.
     """
-    lane = cute.arch.lane_idx()
-    shares = 32 // lanes  # parts of the warp among which the splits are dealt out
-    share = splits // shares
-    parts = cute.make_rmem_tensor((cute.size(acc), share), dtype)
-    weights = cute.make_rmem_tensor(share, Float32)
-    for i in cutlass.range_constexpr(share):
-        split = lane // lanes * share + i
-        entry = first + cute.arch.shuffle_sync(number, split)
-        weights[i] = cute.arch.shuffle_sync(weight, split)
-        cute.autovec_copy(chunk_of(entry), parts[None, i])
-    for i in cutlass.range_constexpr(share):
-        weighs = weights[i] != 0.0  # a split that sees nothing may hold 0 * NaN
-        for j in cutlass.range_constexpr(cute.size(acc)):
-            part = parts[j, i].to(Float32)
-            acc[j] = acc[j] + weights[i] * (part if weighs else Float32(0.0))
-    if const_expr(shares == 2):
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] += cute.arch.shuffle_sync_bfly(acc[i], offset=lanes)
+    for start in cutlass.range(0, count, BATCH, unroll=1):
+        parts = cute.make_rmem_tensor((cute.size(acc), BATCH), dtype)
+        scales = cute.make_rmem_tensor(BATCH, Float32)
+        for i in cutlass.range_constexpr(BATCH):
+            scales[i] = held(weights, start + i, lanes)
+            split = held(splits, start + i, lanes)
+            parts[None, i].fill(0)
+            if scales[i] != 0.0:
+                cute.autovec_copy(chunk_of(split), parts[None, i])
+        for i in cutlass.range_constexpr(BATCH):
+            for j in cutlass.range_constexpr(cute.size(acc)):
+                acc[j] = acc[j] + scales[i] * parts[j, i].to(Float32)

@@ -96,3 +96,17 @@ def fill(array: cute.Pointer, size: Int32, value: Int32, threads: cutlass.Conste
     thread, _, _ = cute.arch.thread_idx()
     for i in range(thread, size, threads):
         array[i] = value
+
+
+@cute.jit
+def place_of_one(bits: Uint32, rank: Int32) -> Int32:
+    """Where one number ``rank`` of a word stands, counted from 0 at the low end; 31 where it has no more ones."""
+    place = Int32(0)
+    for step in cutlass.range_constexpr(5):
+        width = 16 >> step
+        low = cute.arch.popc(bits & Uint32((1 << width) - 1)).to(Int32)
+        if low <= rank:
+            rank -= low
+            bits = bits >> Uint32(width)
+            place += width
+    return place

@@ -3,9 +3,7 @@
 import os
 import re
 
-from cuda.bindings cimport cydriver
 from libc.stdint cimport int32_t, int64_t, uintptr_t
-from libc.string cimport memcpy, memset
 
 from sparse_aot._core._call cimport Buffer, Call, open_call
 from sparse_aot._core._checks cimport (
@@ -21,8 +19,8 @@ from sparse_aot._core._checks cimport (
     integer,
     shape_text,
 )
-from sparse_aot._core._dlpack cimport INT32, INT64, View
-from sparse_aot._core._driver cimport check, is_capturing
+from sparse_aot._core._dlpack cimport INT32, View
+from sparse_aot._core._driver cimport is_capturing
 from sparse_aot._core._kernel cimport Kernel, get_kernel
 from sparse_aot._core._overlap cimport check_apart
 from sparse_aot._core._trace cimport Trace, begin, note, tracing
@@ -42,12 +40,14 @@ from sparse_aot.msa._csr_host cimport (
     fill_walk_plan,
     number_rows,
     plan_schedule,
+    plan_walk,
     split_csr,
 )
 from sparse_aot.msa._schedule cimport Schedule, digest_csr, make_schedule
 from sparse_aot.msa._values cimport Values
 
 from sparse_aot import sim
+from sparse_aot._core.bundle import get_bundle
 
 
 cdef bint _validate = os.environ.get("SPARSE_AOT_VALIDATE") == "1"
@@ -173,9 +173,11 @@ cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan
             call.set_words(v.split_counts, 0, <int64_t>shape.total_q * shape.head_kv)
             call.set_words(v.split_entries, -1, entries)
             call.set_words(v.work_count, 0, 1)
-            call.set_words(v.walk_blocks, 0, <int64_t>shape.head_kv * plan.groups * WALK_CAP * plan.walk_columns)
-            call.set_words(v.walk_counts, 0, <int64_t>shape.head_kv * plan.groups)
-            call.set_words(v.walk_totals, 0, 4)
+            if plan.groups:
+                call.set_words(v.walk_counts, 0, <int64_t>shape.head_kv * plan.groups)
+                call.set_words(v.walk_flags, 0, 2)
+                call.set_words(v.walk_flags + 8, 1, 1)
+                call.set_words(v.rest_indices, -1, entries)
         return 0
     add_rows(scratch, v, shape)
     scratch.add(&keys[0], entries)
@@ -203,9 +205,11 @@ cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan
     v.bits = bits
     v.digits = digits
     CSR_KEYS.launch(call, v, work, shape.topk)
-    if plan is not NULL:
+    if plan is not NULL and plan.groups:
         v.groups = plan.groups
         v.tokens_per_group = plan.tokens_per_group
+        v.walk_cost = plan.walk_cost
+        v.walk_gain = plan.walk_gain
         WALK_PLAN.launch(call, v, shape.head_kv * v.groups)
     for p in range(passes):
         v.shift = p * bits
@@ -215,6 +219,7 @@ cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan
         v.values_out = values[1 - p % 2]
         v.indices_out = v.q_indices if p == passes - 1 else 0
         v.entries_out = v.split_entries if p == passes - 1 else 0
+        v.rest_out = v.rest_indices if p == passes - 1 else 0
         if p > 0:
             RADIX_COUNT.launch(call, v, work)
         RADIX_SCAN.launch(call, v, shape.head_kv * ceil_div(digits, SCAN_DIGITS))
@@ -294,7 +299,8 @@ cdef int run_host(Call call, Values* v, const Shape* shape, const Plan* plan, bi
     arrays.work_count = <int32_t*>v.work_count
     arrays.walk_blocks = <int32_t*>v.walk_blocks
     arrays.walk_counts = <int32_t*>v.walk_counts
-    arrays.walk_totals = <int64_t*>v.walk_totals
+    arrays.walk_flags = <int32_t*>v.walk_flags
+    arrays.rest_indices = <int32_t*>v.rest_indices
     if from_csr:
         check_csr(shape, &arrays)
     with nogil:
@@ -308,7 +314,7 @@ cdef int run_host(Call call, Values* v, const Shape* shape, const Plan* plan, bi
             )
         if plan is not NULL:
             fill_schedule(shape, plan, &rows, &arrays)
-            if not from_csr:
+            if plan.groups:
                 fill_walk_plan(shape, plan, &rows, &arrays)
     return 0
 
@@ -437,7 +443,7 @@ def build_k2q_csr(
             rows at the end; a smaller one is an error for host arrays and drops the rows past it on a device. None:
             read from ``cu_seqlens_k``, which waits for the stream and is refused while it is being captured.
         qhead_per_kv: query heads a KV head, 1, 2, 4, 8 or 16; the schedule depends on it.
-        return_schedule: whether to make a schedule too, with a walk plan.
+        return_schedule: whether to make a schedule too, with a walk plan where the forward may walk.
         stream: CUDA stream, an int handle or an object with ``__cuda_stream__``; None: the producer's current stream.
 
     Returns:
@@ -456,7 +462,8 @@ def build_k2q_csr(
     cdef Shape shape
     cdef Plan plan
     cdef Plan* planned = NULL
-    cdef Buffer metadata, work_count, qsplit, split_counts, split_entries, walk_blocks, walk_counts, walk_totals
+    cdef Buffer metadata, work_count, qsplit, split_counts, split_entries
+    cdef Buffer walk_blocks, walk_counts, walk_flags, rest_indices
     cdef Schedule schedule
     cdef int64_t[2] extents
     cdef Trace trace = begin("build_k2q_csr") if tracing else None
@@ -486,10 +493,11 @@ def build_k2q_csr(
     cdef Buffer q_indices = call.empty(INT32, 2, extents)
     v.row_ptr = <int64_t>row_ptr.view.data
     v.q_indices = <int64_t>q_indices.view.data
-    v.split_entries = v.walk_totals = 0
+    v.split_entries = v.walk_flags = v.rest_indices = 0
     if scheduled:
         planned = &plan
         plan_schedule(&shape, qhead_per_kv, planned)
+        plan_walk(&shape, qhead_per_kv, architecture_of(call), planned)
         qsplit = call.empty(INT32, 2, extents)
         extents = [shape.total_q, shape.head_kv]
         split_counts = call.empty(INT32, 2, extents)
@@ -499,10 +507,12 @@ def build_k2q_csr(
         v.split_entries = <int64_t>split_entries.view.data
         v.scheduler_metadata = <int64_t>metadata.view.data
         v.work_count = <int64_t>work_count.view.data
-        walk_blocks, walk_counts, walk_totals = empty_walk_plan(call, &shape, planned)
-        v.walk_blocks = <int64_t>walk_blocks.view.data
-        v.walk_counts = <int64_t>walk_counts.view.data
-        v.walk_totals = <int64_t>walk_totals.view.data
+        if plan.groups:
+            walk_blocks, walk_counts, walk_flags, rest_indices = empty_walk_plan(call, &shape, planned)
+            v.walk_blocks = <int64_t>walk_blocks.view.data
+            v.walk_counts = <int64_t>walk_counts.view.data
+            v.walk_flags = <int64_t>walk_flags.view.data
+            v.rest_indices = <int64_t>rest_indices.view.data
 
     if call.device is None:
         if tracing:
@@ -519,7 +529,11 @@ def build_k2q_csr(
         plan.capacity, qhead_per_kv,
     )
     schedule.set_csr(shape.batch, shape.total_rows, digest_of(call, &row_ptr.view, &q_indices.view, &cu_k))
-    finish_walk_plan(call, schedule, walk_blocks, walk_counts, walk_totals)
+    if plan.groups:
+        schedule.set_walk_plan(
+            walk_blocks.finish(), &walk_blocks.view, walk_counts.finish(), &walk_counts.view, walk_flags.finish(),
+            &walk_flags.view, rest_indices.finish(), &rest_indices.view,
+        )
     return row_ptr.finish(), q_indices.finish(), schedule
 
 
@@ -609,7 +623,7 @@ def prepare_sparse_fwd_schedule_and_split(
     v.split_entries = <int64_t>split_entries.view.data
     v.scheduler_metadata = <int64_t>metadata.view.data
     v.work_count = <int64_t>work_count.view.data
-    v.walk_totals = 0
+    v.walk_flags = 0
     if call.device is None:
         if tracing:
             note("compiled host code, the arrays are on the host")
@@ -646,35 +660,19 @@ cdef tuple empty_schedule(Call call, const Shape* shape, const Plan* plan):
 
 
 cdef tuple empty_walk_plan(Call call, const Shape* shape, const Plan* plan):
-    """(walk_blocks, walk_counts, walk_totals)"""
-    cdef int64_t two = 2
-    cdef int64_t[4] extents
-    extents = [shape.head_kv, plan.groups, WALK_CAP, plan.walk_columns]
-    return call.empty(INT32, 4, extents), call.empty(INT32, 2, extents), call.empty(INT64, 1, &two)
-
-
-cdef int finish_walk_plan(Call call, Schedule schedule, Buffer blocks, Buffer counts, Buffer totals) except -1:
-    """Give the schedule its walk plan. A ``from_dlpack`` may convert int64, so one gets a copy of the totals."""
-    cdef Buffer shown = totals
-    cdef object memory = None
-    if call.importer is not None:
-        shown = call.empty(INT64, 1, totals.view.shape)
-        if call.on_host:
-            memcpy(shown.view.data, totals.view.data, 2 * sizeof(int64_t))
-        else:
-            check(
-                cydriver.cuMemcpyDtoDAsync(
-                    <cydriver.CUdeviceptr>shown.view.data, <cydriver.CUdeviceptr>totals.view.data, 2 * sizeof(int64_t),
-                    call.stream,
-                ),
-                "cuMemcpyDtoDAsync",
-            )
-        totals.outlive()
-        memory = totals
-    schedule.set_walk_plan(
-        blocks.finish(), &blocks.view, counts.finish(), &counts.view, shown.finish(), &totals.view, memory
+    """(walk_blocks, walk_counts, walk_flags, rest_indices)"""
+    cdef int64_t three = 3
+    cdef int64_t[2] entries = [shape.head_kv, shape.size]
+    cdef int64_t[4] extents = [shape.head_kv, plan.groups, WALK_CAP, plan.walk_columns]
+    return (
+        call.empty(INT32, 4, extents), call.empty(INT32, 2, extents), call.empty(INT32, 1, &three),
+        call.empty(INT32, 2, entries),
     )
-    return 0
+
+
+cdef str architecture_of(Call call):
+    """Of the kernels that will use the schedule; None: the bundle has none for the device."""
+    return sim.options.arch if call.device is None else get_bundle().architecture(call.device)
 
 
 cdef int check_device(object device, Call call) except -1:

@@ -11,8 +11,9 @@ cdef enum:
     BLOCK = 128  # keys
     TOKEN_BITS = 24  # of a qsplit word; the slot is above
     MAX_BUCKETS = 256
-    WALK_ROWS = 128  # query rows of a group of tokens
-    WALK_CAP = 128  # blocks in the union of a group
+    WALK_CAP = 128  # blocks in the union of a group that walks
+    WALK_FINAL = 1 << 30  # in walk_counts: the walk finishes the group's rows
+    WALKED = 1 << 30  # in split_entries: the entry is one that its group walks
 
 
 # The sizes of a CSR.
@@ -33,8 +34,10 @@ cdef struct Plan:
     int32_t capacity  # upper bound of the number of items
     # The walk plan, see Schedule in _schedule.pyx.
     int32_t tokens_per_group
-    int32_t groups  # of a KV head
-    int32_t walk_columns  # int32 of an element of a union
+    int32_t groups  # of a KV head; 0: there is no walk plan
+    int32_t walk_columns  # int32 of a walked block
+    int32_t walk_cost  # of a block that a group walks, in eighths of an entry in CSR order for each token of the group
+    int32_t walk_gain  # of a group that leaves nothing to CSR order, likewise
 
 
 # A CSR row is (block, sequence); row_of[sequence_base[s] + b] is the row of block b of sequence s.
@@ -55,11 +58,13 @@ cdef struct Arrays:
     int32_t* work_count  # [1]
     int32_t* walk_blocks  # [head_kv, groups, WALK_CAP, walk_columns]
     int32_t* walk_counts  # [head_kv, groups]
-    int64_t* walk_totals  # [2]
+    int32_t* walk_flags  # [3]
+    int32_t* rest_indices  # [head_kv, size]
 
 
 cdef int plan_schedule(const Shape* shape, int qhead_per_kv, Plan* plan) except -1
-cdef void plan_walk(int32_t total_q, int qhead_per_kv, Plan* plan) noexcept nogil  # its sizes alone
+# `arch`: whose forward is to walk.
+cdef int plan_walk(const Shape* shape, int qhead_per_kv, str arch, Plan* plan) except -1
 cdef int check_cu_seqlens(str name, const int32_t* cu_seqlens, int32_t batch, int64_t total, str total_name) except -1
 cdef int64_t count_rows(const int32_t* cu_seqlens_k, int32_t batch) noexcept nogil
 cdef int check_csr(const Shape* shape, const Arrays* arrays) except -1
@@ -73,4 +78,4 @@ cdef void build_csr(
 cdef void split_csr(const Shape* shape, Arrays* arrays) noexcept nogil
 cdef void fill_schedule(const Shape* shape, const Plan* plan, const Rows* rows, Arrays* arrays) noexcept nogil
 cdef void fill_walk_plan(const Shape* shape, const Plan* plan, const Rows* rows, Arrays* arrays) noexcept nogil
-cpdef bint walks(int64_t blocks, int64_t selected, int64_t tokens_per_group) noexcept
+cpdef tuple walk_rule(object cost=*, object gain=*, object groups=*)

@@ -4,6 +4,13 @@ from libc.stdint cimport uint32_t
 from libc.string cimport memmove, memset
 
 
+cdef extern from *:
+    """
+    #define popcount __builtin_popcount
+    """
+    int popcount(unsigned int word) nogil
+
+
 cdef enum:
     # The work of an item in query rows (tokens * G): enough to pay for loading a block of K and V, little enough to
     # balance.
@@ -11,10 +18,29 @@ cdef enum:
     MAX_ITEM_ROWS = 2048
     ITEMS_WANTED = 132 * 16  # sixteen a multiprocessor of a Hopper GPU; a constant, so that every machine plans alike
     MIN_BUCKET_SHIFT = 7  # 128 tokens of Q: 512 KiB at G = 16, a small part of the L2
+    MAX_ITEM_ENTRIES = 1024  # a warp of the forward has a bit for each
     MAX_CAPACITY = 1 << 30
     MAX_TOPK = 32
 
-cdef int64_t WALK_TOO_MANY = <int64_t>1 << 40  # what a group of more than WALK_CAP blocks adds to the first total
+# Architecture -> the query rows of a group that its forward walks together, and what a block costs it for each token of
+# the group, in eighths of what an entry costs in CSR order, its partial result and the merge of that included.
+cdef dict WALKS = {"sm_90a": (128, 5)}
+# Where this is not None it stands for the cost above. In eighths of an entry, a token: what a group saves that leaves no
+# partial results. And how many groups there must be: fewer do not fill a GPU, where CSR order cuts finer.
+cdef object _cost = None
+cdef int _gain = 5
+cdef int _groups = 132
+
+
+cpdef tuple walk_rule(object cost=None, object gain=None, object groups=None):
+    """Change the rule of the walk plan, for measurements and tests; what it was: (cost, gain, groups).
+
+    cost 0 walks every block, a cost above 8 none; gain 0 or more; groups 0 plans for any number of groups.
+    """
+    global _cost, _gain, _groups
+    before = _cost, _gain, _groups
+    _cost, _gain, _groups = cost, 5 if gain is None else gain, 132 if groups is None else groups
+    return before
 
 
 cdef int plan_schedule(const Shape* shape, int qhead_per_kv, Plan* plan) except -1:
@@ -24,7 +50,9 @@ cdef int plan_schedule(const Shape* shape, int qhead_per_kv, Plan* plan) except 
     cdef int64_t capacity
     plan.target_log2 = 0
     while target * qhead_per_kv < MIN_ITEM_ROWS or (
-        2 * target * qhead_per_kv <= MAX_ITEM_ROWS and 2 * target * ITEMS_WANTED <= entries
+        2 * target * qhead_per_kv <= MAX_ITEM_ROWS
+        and 2 * target <= MAX_ITEM_ENTRIES
+        and 2 * target * ITEMS_WANTED <= entries
     ):
         target *= 2
         plan.target_log2 += 1
@@ -37,14 +65,24 @@ cdef int plan_schedule(const Shape* shape, int qhead_per_kv, Plan* plan) except 
     if capacity > MAX_CAPACITY:
         raise ValueError(f"the schedule needs {capacity} work items, at most {MAX_CAPACITY} are supported")
     plan.capacity = <int32_t>capacity
-    plan_walk(shape.total_q, qhead_per_kv, plan)
+    plan.groups = 0
     return 0
 
 
-cdef void plan_walk(int32_t total_q, int qhead_per_kv, Plan* plan) noexcept nogil:
-    plan.tokens_per_group = WALK_ROWS // qhead_per_kv
-    plan.groups = (total_q + plan.tokens_per_group - 1) // plan.tokens_per_group
+cdef int plan_walk(const Shape* shape, int qhead_per_kv, str arch, Plan* plan) except -1:
+    cdef int rows, cost
+    plan.groups = 0
+    if arch not in WALKS:
+        return 0
+    rows, cost = WALKS[arch]
+    plan.tokens_per_group = rows // qhead_per_kv
     plan.walk_columns = 2 + (plan.tokens_per_group + 31) // 32
+    plan.walk_cost = cost if _cost is None else _cost
+    plan.walk_gain = _gain
+    groups = (shape.total_q + plan.tokens_per_group - 1) // plan.tokens_per_group
+    if shape.head_kv * groups >= _groups:
+        plan.groups = groups
+    return 0
 
 
 cdef int check_cu_seqlens(str name, const int32_t* cu_seqlens, int32_t batch, int64_t total, str total_name) except -1:
@@ -267,48 +305,122 @@ cdef void fill_schedule(const Shape* shape, const Plan* plan, const Rows* rows, 
 
 
 cdef void fill_walk_plan(const Shape* shape, const Plan* plan, const Rows* rows, Arrays* arrays) noexcept nogil:
-    """Rows ascend and so do the tokens of a row: the first token of a group in a row adds the row to its union."""
-    cdef int64_t element_size = plan.walk_columns
-    cdef int64_t union_size = WALK_CAP * element_size
-    cdef int64_t unions = <int64_t>shape.head_kv * plan.groups
-    cdef int64_t first_union, i
-    cdef int32_t head, row, entry, group, previous, token
-    cdef const int32_t* row_ptr
-    cdef const int32_t* q_indices
-    cdef int32_t* count
-    cdef int32_t* element
-    memset(arrays.walk_blocks, 0, unions * union_size * sizeof(int32_t))
-    memset(arrays.walk_counts, 0, unions * sizeof(int32_t))
-    arrays.walk_totals[0] = 0
-    arrays.walk_totals[1] = 0
+    """List the union of each group, then keep of it what is walked, and mark the entries that are."""
+    cdef int64_t union_size = WALK_CAP * plan.walk_columns
+    cdef int32_t head, group, count, walked, left
+    memset(arrays.walk_blocks, 0, shape.head_kv * plan.groups * union_size * sizeof(int32_t))
+    memset(arrays.walk_counts, 0, <int64_t>shape.head_kv * plan.groups * sizeof(int32_t))
+    memset(arrays.walk_flags, 0, 3 * sizeof(int32_t))
+    memmove(arrays.rest_indices, arrays.q_indices, <int64_t>shape.head_kv * shape.size * sizeof(int32_t))
     for head in range(shape.head_kv):
-        first_union = <int64_t>head * plan.groups
-        row_ptr = arrays.row_ptr + <int64_t>head * (shape.total_rows + 1)
-        q_indices = arrays.q_indices + <int64_t>head * shape.size
-        arrays.walk_totals[1] += row_ptr[shape.total_rows]
-        for row in range(shape.total_rows):
-            previous = -1
-            for entry in range(row_ptr[row], row_ptr[row + 1]):
-                group = q_indices[entry] // plan.tokens_per_group
-                token = q_indices[entry] - group * plan.tokens_per_group
-                count = arrays.walk_counts + first_union + group
-                if group != previous:
-                    previous = group
-                    count[0] = min(count[0] + 1, WALK_CAP + 1)
-                if count[0] > WALK_CAP:
-                    continue
-                element = arrays.walk_blocks + (first_union + group) * union_size + (count[0] - 1) * element_size
-                element[0] = rows.row_sequence[row]
-                element[1] = rows.row_block[row]
-                element[2 + token // 32] |= <int32_t>(<uint32_t>1 << (token % 32))
-    for i in range(unions):
-        if arrays.walk_counts[i] > WALK_CAP:
-            memset(arrays.walk_blocks + i * union_size, 0, union_size * sizeof(int32_t))
-            arrays.walk_totals[0] += WALK_TOO_MANY
+        list_unions(
+            shape, plan, rows, arrays, head, arrays.walk_blocks + head * plan.groups * union_size,
+            arrays.walk_counts + <int64_t>head * plan.groups,
+        )
+        for group in range(plan.groups):
+            count = arrays.walk_counts[<int64_t>head * plan.groups + group]
+            walked = choose_walk(
+                shape, plan, rows, arrays, head, group,
+                arrays.walk_blocks + (<int64_t>head * plan.groups + group) * union_size, count, &left,
+            )
+            arrays.walk_counts[<int64_t>head * plan.groups + group] = walked
+            arrays.walk_flags[0] |= walked & ~WALK_FINAL != 0
+            arrays.walk_flags[1] |= left
+            arrays.walk_flags[2] |= walked & WALK_FINAL == 0
+
+
+cdef void list_unions(
+    const Shape* shape, const Plan* plan, const Rows* rows, const Arrays* arrays, int32_t head, int32_t* blocks,
+    int32_t* counts,
+) noexcept nogil:
+    """The unions of a head's groups; WALK_CAP + 1 in ``counts`` where one has more blocks than fit.
+
+    Rows ascend and so do the tokens of a row: the first token of a group in a row adds the row to its union."""
+    cdef const int32_t* row_ptr = arrays.row_ptr + <int64_t>head * (shape.total_rows + 1)
+    cdef const int32_t* q_indices = arrays.q_indices + <int64_t>head * shape.size
+    cdef int32_t row, entry, group, previous, token
+    cdef int32_t* block
+    for row in range(shape.total_rows):
+        previous = -1
+        for entry in range(row_ptr[row], row_ptr[row + 1]):
+            group = q_indices[entry] // plan.tokens_per_group
+            token = q_indices[entry] - group * plan.tokens_per_group
+            if group != previous:
+                previous = group
+                counts[group] = min(counts[group] + 1, WALK_CAP + 1)
+            if counts[group] <= WALK_CAP:
+                block = blocks + (<int64_t>group * WALK_CAP + counts[group] - 1) * plan.walk_columns
+                block[0] = rows.row_sequence[row]
+                block[1] = rows.row_block[row]
+                block[2 + token // 32] |= <int32_t>(<uint32_t>1 << (token % 32))
+
+
+cdef int32_t choose_walk(
+    const Shape* shape, const Plan* plan, const Rows* rows, Arrays* arrays, int32_t head, int32_t group,
+    int32_t* blocks, int32_t count, int32_t* left,
+) noexcept nogil:
+    """Keep of a group's union what is walked, and mark those entries: the group's element of walk_counts.
+
+    ``left``: whether an entry is left to CSR order."""
+    cdef int32_t columns = plan.walk_columns
+    cdef int32_t cost = plan.walk_cost * plan.tokens_per_group
+    cdef int32_t kept = 0
+    cdef int32_t selected = 0
+    cdef int32_t mixed = plan.walk_gain * plan.tokens_per_group
+    cdef int32_t i, members
+    cdef bint all
+    left[0] = count > 0
+    if count == 0 or count > WALK_CAP:
+        memset(blocks, 0, <int64_t>WALK_CAP * columns * sizeof(int32_t))
+        return 0
+    for i in range(count):
+        members = members_of(blocks + i * columns, columns)
+        selected += 8 * members
+        mixed += min(8 * members, cost)
+    all = count * cost < selected and count * cost <= mixed
+    if not all and mixed >= selected:
+        memset(blocks, 0, <int64_t>WALK_CAP * columns * sizeof(int32_t))
+        return 0
+    for i in range(count):
+        if all or 8 * members_of(blocks + i * columns, columns) > cost:
+            mark_walked(shape, plan, rows, arrays, head, group, blocks + i * columns)
+            memmove(blocks + kept * columns, blocks + i * columns, columns * sizeof(int32_t))
+            kept += 1
+    memset(blocks + kept * columns, 0, (WALK_CAP - kept) * columns * sizeof(int32_t))
+    left[0] = kept < count
+    return kept if left[0] else kept | WALK_FINAL
+
+
+cdef inline int32_t members_of(const int32_t* block, int32_t columns) noexcept nogil:
+    cdef int32_t column
+    cdef int32_t members = 0
+    for column in range(2, columns):
+        members += popcount(<uint32_t>block[column])
+    return members
+
+
+cdef void mark_walked(
+    const Shape* shape, const Plan* plan, const Rows* rows, Arrays* arrays, int32_t head, int32_t group,
+    const int32_t* block,
+) noexcept nogil:
+    """Take a group's entries of a block out of rest_indices, and mark them in split_entries."""
+    cdef int32_t row = rows.row_of[rows.sequence_base[block[0]] + block[1]]
+    cdef const int32_t* row_ptr = arrays.row_ptr + <int64_t>head * (shape.total_rows + 1)
+    cdef const int32_t* words = arrays.qsplit_indices + <int64_t>head * shape.size
+    cdef const int32_t* q_indices = arrays.q_indices + <int64_t>head * shape.size
+    cdef int32_t first = group * plan.tokens_per_group
+    cdef int32_t low = row_ptr[row]
+    cdef int32_t high = row_ptr[row + 1]
+    cdef int32_t middle
+    while low < high:
+        middle = low + (high - low) // 2
+        if q_indices[middle] < first:
+            low = middle + 1
         else:
-            arrays.walk_totals[0] += arrays.walk_counts[i]
-
-
-cpdef bint walks(int64_t blocks, int64_t selected, int64_t tokens_per_group) noexcept:
-    """Whether the forward walks, given ``walk_totals``: as ``walks`` of aot/kernels/msa/work.py, which says why."""
-    return 0 <= blocks < WALK_TOO_MANY and selected > 0 and blocks * tokens_per_group * 5 <= selected * 7
+            high = middle
+    while low < row_ptr[row + 1] and q_indices[low] < first + plan.tokens_per_group:
+        arrays.rest_indices[<int64_t>head * shape.size + low] = -1
+        arrays.split_entries[
+            <int64_t>head * shape.size + <int64_t>q_indices[low] * shape.topk + (words[low] >> TOKEN_BITS)
+        ] |= WALKED
+        low += 1

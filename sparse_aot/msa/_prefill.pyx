@@ -52,6 +52,7 @@ cdef enum:
     BLK_KV = 128
     MAX_TOTAL_Q = 1 << 24  # a token number has 24 bits in qsplit_indices
     WORKSPACE_ALIGNMENT = 256
+    COUNTERS = 2  # of work items, and of groups that walk
 
 cdef tuple TOPK = (4, 8, 16, 32)
 
@@ -214,10 +215,11 @@ cdef int _check_apart(str name, const View* view, Problem* p, Schedule schedule)
     _apart(name, view, &bounds, "schedule.qsplit_indices", &schedule.qsplit_view)
     _apart(name, view, &bounds, "schedule.split_counts", &schedule.split_counts_view)
     _apart(name, view, &bounds, "schedule.split_entries", &schedule.split_entries_view)
-    if schedule.walk_totals is not None:
+    if schedule.walk_flags is not None:
         _apart(name, view, &bounds, "schedule.walk_blocks", &schedule.walk_blocks_view)
         _apart(name, view, &bounds, "schedule.walk_counts", &schedule.walk_counts_view)
-        _apart(name, view, &bounds, "schedule.walk_totals", &schedule.walk_totals_view)
+        _apart(name, view, &bounds, "schedule.walk_flags", &schedule.walk_flags_view)
+        _apart(name, view, &bounds, "schedule.rest_indices", &schedule.rest_indices_view)
     return 0
 
 
@@ -293,7 +295,7 @@ cdef int _validate_schedule(Call call, Problem* p, Schedule schedule) except -1:
         split_counts=call.to_host("schedule.split_counts", &schedule.split_counts_view),
         split_entries=call.to_host("schedule.split_entries", &entries).reshape(p.head_kv, p.total_q, p.topk),
     )
-    if schedule.walk_totals is not None:
+    if schedule.walk_flags is not None:
         elements = schedule.walk_blocks_view  # contiguous, in two dimensions
         elements.ndim = 2
         elements.shape[0] = element_count(&schedule.walk_blocks_view) // schedule.walk_blocks_view.shape[3]
@@ -307,6 +309,8 @@ cdef int _validate_schedule(Call call, Problem* p, Schedule schedule) except -1:
             k2q_q_indices=call.to_host("k2q_q_indices", &p.q_indices),
             walk_blocks=call.to_host("schedule.walk_blocks", &elements).reshape(shape),
             walk_counts=call.to_host("schedule.walk_counts", &schedule.walk_counts_view),
+            walk_flags=call.to_host("schedule.walk_flags", &schedule.walk_flags_view),
+            rest_indices=call.to_host("schedule.rest_indices", &schedule.rest_indices_view),
         )
     return 0
 
@@ -395,16 +399,17 @@ cdef int _reach_schedule(Call call, Schedule schedule) except -1:
     call.reach("schedule.split_entries", &schedule.split_entries_view)
     call.reach("schedule.walk_blocks", &schedule.walk_blocks_view)
     call.reach("schedule.walk_counts", &schedule.walk_counts_view)
-    return call.reach("schedule.walk_totals", &schedule.walk_totals_view)
+    call.reach("schedule.walk_flags", &schedule.walk_flags_view)
+    return call.reach("schedule.rest_indices", &schedule.rest_indices_view)
 
 
 cdef int _note_traversal(Schedule schedule, bint walks, bint planned) except -1:
     if planned:
-        return note("walks if the totals of the walk plan say so, else block-outer")
+        return note("walks what the walk plan lists, the rest block-outer")
     if not walks:
         return note("block-outer, this kernel has no walk")
-    if schedule.walk_totals is None:
-        return note("block-outer, the schedule has no walk plan: only build_k2q_csr makes one")
+    if schedule.walk_flags is None:
+        return note("block-outer, the schedule has no walk plan: build_k2q_csr makes one where there are enough tokens")
     return note(f"block-outer, the walk plan is for qhead_per_kv={schedule.qhead_per_kv}")
 
 
@@ -437,41 +442,54 @@ cdef int _set_values(Values* v, const Problem* p, Schedule schedule) except -1:
 
     v.scheduler_metadata = <int64_t>schedule.metadata_view.data
     v.work_count = <int64_t>schedule.work_count_view.data
-    v.qsplit_indices = <int64_t>schedule.qsplit_view.data
+    v.entry_words = <int64_t>schedule.qsplit_view.data
     v.split_counts = <int64_t>schedule.split_counts_view.data
     v.split_entries = <int64_t>schedule.split_entries_view.data
     v.work_capacity = schedule.work_capacity
+    v.head_partials = <int64_t>p.total_q * p.topk
     return 0
 
 
 cdef int _plan_walk(Call call, const Problem* p, Values* v, Schedule schedule, Kernel forward) except -1:
     """Let the forward walk where the schedule's plan is for this G; whether it does is decided on the device."""
-    cdef bint walks = forward.takes("walk_totals")
+    cdef bint walks = forward.takes("walk_flags")
     if schedule.qhead_per_kv != p.g:
         _warn_of_g(p, schedule)
-    elif walks:
+    elif walks and schedule.walk_flags is not None:
         v.walk_blocks = <int64_t>schedule.walk_blocks_view.data
         v.walk_counts = <int64_t>schedule.walk_counts_view.data
-        v.walk_totals = <int64_t>schedule.walk_totals_view.data
-        if schedule.walk_totals_memory is not None:
-            call.hold(schedule.walk_totals_memory)
+        v.walk_flags = <int64_t>schedule.walk_flags_view.data
+        v.entry_words = <int64_t>schedule.rest_indices_view.data
+        v.groups = schedule.walk_counts_view.shape[1]
+        v.head_partials += p.total_q  # what a token's walk leaves to be merged
     if tracing:
-        _note_traversal(schedule, walks, v.walk_totals != 0)
+        _note_traversal(schedule, walks, v.walk_flags != 0)
     return 0
+
+
+cdef Buffer _take_workspace(Call call, const Problem* p, Values* v, int partial_bytes):
+    """What lies between the kernels of a call: partial results, ``head_partials`` entries a KV head, and counters."""
+    cdef size_t rows = <size_t>v.head_partials * p.head_kv * p.g
+    cdef size_t out_bytes = _aligned(rows * HEAD_DIM * partial_bytes)
+    cdef size_t lse_bytes = _aligned(rows * 4)
+    cdef size_t lse_count = 1 if p.lse_temperature.data is NULL else 2
+    cdef Buffer workspace = call.scratch(
+        out_bytes + lse_count * lse_bytes + COUNTERS * 4 + WORKSPACE_ALIGNMENT - 1
+    )
+    v.partial_out = <int64_t>_aligned(<uintptr_t>workspace.view.data)
+    v.partial_lse = v.partial_out + out_bytes
+    v.partial_lse_temperature = v.partial_lse + lse_bytes if lse_count == 2 else 0
+    v.work_counter = v.partial_lse + lse_count * lse_bytes
+    return workspace
 
 
 cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partial) except -1:
     cdef bint temperature = p.lse_temperature.data is not NULL
     # Without a key, or without a selected block, there is nothing to compute: combine is given split counts of 0.
     cdef bint has_work = p.kv.k.shape[0] > 0 and schedule.work_capacity > 0
-    cdef size_t rows = <size_t>p.total_q * p.head_kv * p.topk * p.g
-    cdef size_t out_bytes = _aligned(rows * HEAD_DIM * (4 if PARTIAL_DTYPES[partial] == FLOAT32 else 2))
-    cdef size_t lse_bytes = _aligned(rows * 4)
     cdef Kernel combine = _combine_kernel(call, p, partial)
     cdef Kernel forward = None
-    cdef Buffer workspace = call.scratch(
-        out_bytes + lse_bytes * (2 if temperature else 1) + 4 + WORKSPACE_ALIGNMENT - 1
-    )
+    cdef Buffer workspace
     cdef Values v
     cdef cydriver.CUtensorMap[N_TENSOR_MAPS] maps
     cdef int64_t combine_work = <int64_t>p.total_q * p.head_kv * p.g
@@ -479,18 +497,13 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
     cdef cydriver.CUresult forward_result = cydriver.CUDA_SUCCESS
     cdef cydriver.CUresult combine_result = cydriver.CUDA_SUCCESS
     _set_values(&v, p, schedule)
-    v.partial_out = <int64_t>_aligned(<uintptr_t>workspace.view.data)
-    v.partial_lse = v.partial_out + out_bytes
-    v.work_counter = v.partial_lse + lse_bytes
-    if temperature:
-        v.partial_lse_temperature = v.work_counter
-        v.work_counter += lse_bytes
     if has_work:
         forward = _forward_kernel(call, p, mma, partial, temperature)
         encode_queries(maps, forward, &p.q, p.g)
         encode_kv(maps, forward, &p.kv)
         _plan_walk(call, p, &v, schedule, forward)
-    else:
+    workspace = _take_workspace(call, p, &v, 4 if PARTIAL_DTYPES[partial] == FLOAT32 else 2)
+    if not has_work:
         v.split_counts = v.partial_lse
         call.set_words(v.split_counts, 0, <int64_t>p.total_q * p.head_kv)
         if tracing:
@@ -498,12 +511,14 @@ cdef int _launch(Call call, Problem* p, Schedule schedule, tuple mma, str partia
     if call.on_host:
         _reach_schedule(call, schedule)
         if has_work:
-            call.set_words(v.work_counter, 0, 1)
+            call.set_words(v.work_counter, 0, COUNTERS)
             forward.simulate(call, 0, <int64_t*>&v, maps)
         return combine.simulate(call, combine_work, <int64_t*>&v, maps)
     with nogil:
         if has_work:
-            memset_result = cydriver.cuMemsetD32Async(<cydriver.CUdeviceptr>v.work_counter, 0, 1, call.stream)
+            memset_result = cydriver.cuMemsetD32Async(
+                <cydriver.CUdeviceptr>v.work_counter, 0, COUNTERS, call.stream
+            )
             if memset_result == cydriver.CUDA_SUCCESS:
                 forward_result = forward.enqueue(call, 0, <int64_t*>&v, maps)
         if memset_result == cydriver.CUDA_SUCCESS and forward_result == cydriver.CUDA_SUCCESS:

@@ -2,7 +2,7 @@
 
     make_schedule(metadata_array, &metadata.view, ...)     an enabled schedule, from arrays and their Views
     schedule.set_csr(batch, rows, digest)                  what it is the schedule of; no digest: None
-    schedule.set_walk_plan(blocks_array, &blocks.view, ...)  what only build_k2q_csr makes; else its arrays are None
+    schedule.set_walk_plan(blocks_array, &blocks.view, ...)  what build_k2q_csr may make; else its arrays are None
     Schedule.__new__(Schedule)                             a disabled one: enabled False, arrays None, numbers 0
 """
 
@@ -19,7 +19,8 @@ cdef class Schedule:
     cdef readonly object split_entries
     cdef readonly object walk_blocks
     cdef readonly object walk_counts
-    cdef readonly object walk_totals
+    cdef readonly object walk_flags
+    cdef readonly object rest_indices
     cdef readonly int target_q_per_cta
     cdef readonly int work_capacity
     cdef readonly int qhead_per_kv
@@ -37,12 +38,12 @@ cdef class Schedule:
     # Zero, data NULL, where there is no walk plan.
     cdef View walk_blocks_view
     cdef View walk_counts_view
-    cdef View walk_totals_view
-    cdef object walk_totals_memory  # where walk_totals is a copy: what owns the original
+    cdef View walk_flags_view
+    cdef View rest_indices_view
 
     cdef void set_walk_plan(
         self, object walk_blocks, const View* blocks_view, object walk_counts, const View* counts_view,
-        object walk_totals, const View* totals_view, object totals_memory,
+        object walk_flags, const View* flags_view, object rest_indices, const View* rest_view,
     )
     cdef void set_csr(self, int batch, int total_rows, object digest)
     cdef int check_in_place(self) except -1

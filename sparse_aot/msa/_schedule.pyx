@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 
 from sparse_aot._core._call cimport open_call
 from sparse_aot._core._checks cimport check_alignment, check_contiguous, check_dtype, check_rank
-from sparse_aot._core._dlpack cimport CPU, INT32, INT64
+from sparse_aot._core._dlpack cimport CPU, INT32
 from sparse_aot.msa._csr_host cimport BLOCK
 
 
@@ -15,7 +15,7 @@ cdef class Schedule:
     number of calls with the same CSR. The arrays are of the type of that function's arguments and on their device.
 
     A schedule can be weakly referenced, copied (what is copied never changes, so the copy is the schedule itself),
-    and deep-copied and pickled where its arrays can, with its walk plan only where ``walk_totals`` is no copy.
+    and deep-copied and pickled where its arrays can.
 
     Attributes:
         enabled: False: there is no schedule here (the arrays are None), the attention makes its own.
@@ -26,17 +26,17 @@ cdef class Schedule:
             slot in bits 24-31.
         split_counts: int32 ``[total_q, Hkv]``: the number of distinct valid blocks of a query token.
         split_entries: int32 ``[Hkv, total_q, topk]``: for each split slot of a query token its CSR entry, counted from
-            0 within the KV head; -1 in the slots past ``split_counts``.
-        walk_blocks: int32 ``[Hkv, groups, 128, 2 + W]``. The walk plan, which only ``build_k2q_csr`` makes (else its
-            arrays are None), has for each KV head and group of T = 128 / G consecutive packed query tokens the
-            union of the blocks that they select, ascending by CSR row: sequence, block, W = ceil(T / 32) words. Bit
-            ``t % 32`` of word ``t / 32`` is set where token ``group * T + t`` selects the block. Rows past the count
-            are 0.
-        walk_counts: int32 ``[Hkv, groups]``, the number of blocks in the union; 129 where they are more than 128: those
-            groups have no blocks here.
-        walk_totals: int64 ``[2]``: the sum of ``walk_counts``, a group with more than 128 blocks counting as 2^40, and
-            the sum of ``split_counts``. The forward decides by them whether it walks the unions. A copy
-            where the arrays' type is made by its own ``from_dlpack``: JAX has no int64 unless told to.
+            0 within the KV head, plus 2^30 where its group walks it; -1 in the slots past ``split_counts``.
+        walk_blocks: int32 ``[Hkv, groups, 128, 2 + W]``. The walk plan, which ``build_k2q_csr`` makes where the forward
+            of the architecture walks and there are enough groups (else its arrays are None), has for each KV head and
+            group of T = 128 / G consecutive packed query tokens the blocks that the group walks, ascending by CSR row:
+            sequence, block, W = ceil(T / 32) words. Bit ``t % 32`` of word ``t / 32`` is set where token
+            ``group * T + t`` selects the block. Only the first ``walk_counts`` rows mean anything.
+        walk_counts: int32 ``[Hkv, groups]``, the number of blocks that the group walks, plus 2^30 where it leaves none
+            of its entries to the CSR's order.
+        walk_flags: int32 ``[3]``, 1 or 0: whether any group walks, whether any entry is left to the CSR's order, whether
+            any group has no 2^30 in ``walk_counts``.
+        rest_indices: int32 ``[Hkv, total_q * topk]``: ``k2q_q_indices`` with -1 for the entries that are walked.
         target_q_per_cta: the most entries of one item.
         work_capacity: the number of rows of ``scheduler_metadata``.
         qhead_per_kv: the query heads a KV head that it was made for; with another number it is right, but slow.
@@ -48,15 +48,16 @@ cdef class Schedule:
 
     cdef void set_walk_plan(
         self, object walk_blocks, const View* blocks_view, object walk_counts, const View* counts_view,
-        object walk_totals, const View* totals_view, object totals_memory,
+        object walk_flags, const View* flags_view, object rest_indices, const View* rest_view,
     ):
         self.walk_blocks = walk_blocks
         self.walk_counts = walk_counts
-        self.walk_totals = walk_totals
+        self.walk_flags = walk_flags
+        self.rest_indices = rest_indices
         self.walk_blocks_view = blocks_view[0]
         self.walk_counts_view = counts_view[0]
-        self.walk_totals_view = totals_view[0]
-        self.walk_totals_memory = totals_memory
+        self.walk_flags_view = flags_view[0]
+        self.rest_indices_view = rest_view[0]
 
     cdef void set_csr(self, int batch, int total_rows, object digest):
         self.batch = batch
@@ -72,10 +73,11 @@ cdef class Schedule:
         check_in_place("schedule.qsplit_indices", self.qsplit_indices, &self.qsplit_view)
         check_in_place("schedule.split_counts", self.split_counts, &self.split_counts_view)
         check_in_place("schedule.split_entries", self.split_entries, &self.split_entries_view)
-        if self.walk_totals is not None and self.walk_totals_memory is None:
+        if self.walk_flags is not None:
             check_in_place("schedule.walk_blocks", self.walk_blocks, &self.walk_blocks_view)
             check_in_place("schedule.walk_counts", self.walk_counts, &self.walk_counts_view)
-            check_in_place("schedule.walk_totals", self.walk_totals, &self.walk_totals_view)
+            check_in_place("schedule.walk_flags", self.walk_flags, &self.walk_flags_view)
+            check_in_place("schedule.rest_indices", self.rest_indices, &self.rest_indices_view)
         return 0
 
     def __repr__(self):
@@ -87,52 +89,48 @@ cdef class Schedule:
         return self
 
     def __reduce__(self):
-        if self.walk_totals_memory is not None:
-            raise TypeError(
-                f"a Schedule with a walk plan in arrays of type {type(self.walk_totals).__name__} cannot be pickled or "
-                "deep-copied: that type may not hold the plan's int64 totals, whose memory is not an array; "
-                "build_k2q_csr makes it anew"
-            )
         if not self.enabled:
             return Schedule, ()
-        names = list(_ARRAYS)[: 5 if self.walk_totals is None else 8]
+        names = list(_ARRAYS)[: 5 if self.walk_flags is None else 9]
         return _restore, (
             [getattr(self, name) for name in names], self.target_q_per_cta, self.qhead_per_kv, self.batch,
             self.total_rows, self.csr_digest,
         )
 
 
-cdef dict _ARRAYS = {  # attribute -> (dtype, rank); the walk plan's last
-    "scheduler_metadata": (INT32, 2),
-    "work_count": (INT32, 1),
-    "qsplit_indices": (INT32, 2),
-    "split_counts": (INT32, 2),
-    "split_entries": (INT32, 3),
-    "walk_blocks": (INT32, 4),
-    "walk_counts": (INT32, 2),
-    "walk_totals": (INT64, 1),
+cdef dict _ARRAYS = {  # attribute -> rank, all int32; the walk plan's last
+    "scheduler_metadata": 2,
+    "work_count": 1,
+    "qsplit_indices": 2,
+    "split_counts": 2,
+    "split_entries": 3,
+    "walk_blocks": 4,
+    "walk_counts": 2,
+    "walk_flags": 1,
+    "rest_indices": 2,
 }
 
 
 def _restore(arrays, target_q_per_cta, qhead_per_kv, batch, total_rows, csr_digest):
     """A copy, or what was pickled; reads the arrays anew."""
-    cdef View[8] views
+    cdef View[9] views
     cdef int i
     cdef Call call = open_call("scheduler_metadata", arrays[0], &views[0], None)
     for i, (name, array) in enumerate(zip(_ARRAYS, arrays)):
-        dtype, rank = _ARRAYS[name]
         call.read(name, array, &views[i])
-        check_rank(name, &views[i], rank)
-        check_dtype(name, &views[i], dtype)
-        check_alignment(name, &views[i], (dtype & 0xFF) // 8)
+        check_rank(name, &views[i], _ARRAYS[name])
+        check_dtype(name, &views[i], INT32)
+        check_alignment(name, &views[i], 4)
         check_contiguous(name, &views[i])
     call.launched()
     cdef Schedule schedule = make_schedule(
         arrays[0], &views[0], arrays[1], &views[1], arrays[2], &views[2], arrays[3], &views[3], arrays[4], &views[4],
         target_q_per_cta, views[0].shape[0], qhead_per_kv,
     )
-    if len(arrays) == 8:
-        schedule.set_walk_plan(arrays[5], &views[5], arrays[6], &views[6], arrays[7], &views[7], None)
+    if len(arrays) == 9:
+        schedule.set_walk_plan(
+            arrays[5], &views[5], arrays[6], &views[6], arrays[7], &views[7], arrays[8], &views[8]
+        )
     schedule.set_csr(batch, total_rows, csr_digest)
     schedule.given = True
     return schedule

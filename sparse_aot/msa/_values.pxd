@@ -29,9 +29,11 @@ cdef struct Values:
     int64_t split_entries
     int64_t walk_blocks
     int64_t walk_counts
-    int64_t walk_totals
+    int64_t walk_flags
+    int64_t rest_indices
     # and what lies between the kernels of a call.
     int64_t work_counter
+    int64_t entry_words
     int64_t partial_out
     int64_t partial_lse
     int64_t partial_lse_temperature
@@ -49,6 +51,7 @@ cdef struct Values:
     int64_t values_out
     int64_t indices_out
     int64_t entries_out
+    int64_t rest_out
     # int64: strides, in elements.
     int64_t q_stride_token
     int64_t q_stride_head
@@ -80,6 +83,9 @@ cdef struct Values:
     int64_t buckets
     int64_t groups
     int64_t tokens_per_group
+    int64_t walk_cost
+    int64_t walk_gain
+    int64_t head_partials
     # float32
     int64_t softmax_scale
     int64_t lse_temperature_scale

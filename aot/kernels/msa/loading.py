@@ -12,30 +12,39 @@ from cutlass.experimental import primitives
 
 from aot.kernels import items, pages
 from aot.kernels.items import phase_of, stage_of
-from aot.kernels.mask import BLK_KV
+from aot.kernels.mask import BLK_KV, visible_keys
 from aot.kernels.memory import vector
 from aot.kernels.msa import partials, work
 from aot.kernels.storage import ATOM_ROWS, CHUNK_BYTES, LINE_BYTES, Storage
 
-# Of a work item in shared memory: count, first entry, KV head, key_limit, causal_shift and three unused ones, so that
-# an item's place is a shift: with five words one configuration spills.
+# Of a work item in shared memory: the number of entries that are left of it (see work.py), first entry, KV head,
+# key_limit, causal_shift, the number of all its entries and two unused ones, so that an item's place is a shift.
 ITEM_WORDS = 8
+ENTRIES_WORD = 5
+VISIBLE_BITS = 8  # of an entry in shared memory: how many keys it sees; its place within the item is above
+VISIBLE_MASK = (1 << VISIBLE_BITS) - 1
 LINE_CHUNKS = LINE_BYTES // CHUNK_BYTES
 
 
 @cute.jit
-def load_blocks(maps, s, b, p, kv: cutlass.Constexpr[Storage]):
-    """One warp: claim work items and load their K and V; a count of -1 ends the stream."""
+def load_blocks(maps, s, b, p, kv: cutlass.Constexpr[Storage], walks: cutlass.Constexpr[bool]):
+    """One warp: claim work items and load their K and V; a count of -1 ends the stream.
+
+    ``walks``: some of the entries may be walked, which leaves them out here."""
     end = min(vector(p.work_count)[0], p.work_capacity)
     kv_index = Int32(0)
     tails = Int32(0)
     item, _, _ = cute.arch.block_idx()
     while item < end:
-        claimed = items.claim(p)
+        claimed = items.claim(p.work_counter)
         count, head, first, sequence, block = work.decode(p, item)
-        if count > 0:
+        left = count
+        if const_expr(walks):
+            if p.walk_flags.toint() != 0 and count > 0:
+                left = work.count_left(work.entries_of_item(p, head, first), count)
+        if left > 0:
             key_limit, causal_shift, row, page = pages.locate(p, sequence, block)
-            words = (count, first, head, key_limit, causal_shift)
+            words = (left, first, head, key_limit, causal_shift, count)
             tails = fetch(maps, s, b, kv_index, tails, words, row, page, kv)
             kv_index += 1
         item = cute.arch.shuffle_sync(claimed, 0)
@@ -171,13 +180,35 @@ def gather(
 
 
 @cute.jit
-def entries_of_tile(words: cute.Tensor, tile: Int32, count: Int32, tokens: cutlass.Constexpr[int]):
-    """One warp: a lane's entries of a tile of an item's ``count``; a tile's missing tokens repeat its last."""
+def places_of_tile(marks, tile: Int32, count: Int32, tokens: cutlass.Constexpr[int]):
+    """One warp: where in an item a lane's entries of a tile of its ``count`` stand; a tile's missing tokens repeat its
+    last. ``marks``: of the entries that are left, where these are not all."""
     lane = cute.arch.lane_idx()
-    mine = cute.make_rmem_tensor((tokens + 31) // 32, Int32)
-    for i in cutlass.range_constexpr(cute.size(mine)):
-        mine[i] = words[Int64(min(tile * tokens + lane % tokens + 32 * i, count - 1))]
+    places = cute.make_rmem_tensor((tokens + 31) // 32, Int32)
+    for i in cutlass.range_constexpr(cute.size(places)):
+        places[i] = min(tile * tokens + lane % tokens + 32 * i, count - 1)
+        if const_expr(marks is not None):
+            places[i] = work.place_left(marks, places[i])
+    return places
+
+
+@cute.jit
+def words_of_tile(words: cute.Tensor, places: cute.Tensor) -> cute.Tensor:
+    """A lane's entries, by their places in an item."""
+    mine = cute.make_rmem_tensor(cute.size(places), Int32)
+    for i in cutlass.range_constexpr(cute.size(places)):
+        mine[i] = words[Int64(places[i])]
     return mine
+
+
+@cute.jit
+def packed_entries(mine: cute.Tensor, places: cute.Tensor, key_limit, causal_shift) -> cute.Tensor:
+    """A lane's entries as VISIBLE_BITS has them."""
+    packed = cute.make_rmem_tensor(cute.size(places), Int32)
+    for i in cutlass.range_constexpr(cute.size(places)):
+        visible = visible_keys(mine[i] & partials.TOKEN_MASK, key_limit, causal_shift)
+        packed[i] = places[i] << VISIBLE_BITS | min(max(visible, 0), BLK_KV)
+    return packed
 
 
 @cute.jit

@@ -24,7 +24,7 @@ class Prefill(Kernel):
         self.maps |= {"k": self.kv.map(BLK_KV), "v": self.kv.map(BLK_KV)}
         self.params = {
             "row_ptr": Ptr(Int32),
-            "qsplit_indices": Ptr(Int32),
+            "entry_words": Ptr(Int32),
             "scheduler_metadata": Ptr(Int32),
             "work_count": Ptr(Int32),
             "work_counter": Ptr(Int32),
@@ -42,6 +42,7 @@ class Prefill(Kernel):
             "head_kv": Int32,
             "total_rows": Int32,
             "topk": Int32,
+            "head_partials": Int32,
             "work_capacity": Int32,
             "causal": Int32,
             "softmax_scale": Float32,

@@ -152,7 +152,7 @@ class PrefillSm100(Prefill):
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                loading.load_blocks(maps, s, b, p, self.kv)
+                loading.load_blocks(maps, s, b, p, self.kv, walks=False)
             elif warp == MMA_WARP:
                 self.multiply(base, s, b)
             else:
@@ -170,7 +170,6 @@ class PrefillSm100(Prefill):
     @cute.jit
     def load_queries(self, slot, maps, s, b, p):
         """Two warps: each gathers the tiles of a slot."""
-        entries = work.entries_of_head(p)
         lane = cute.arch.lane_idx()
         place = s.q + cute.assume(slot * (TILE_ROWS * HEAD_DIM), divby=TILE_ROWS * HEAD_DIM)
         tile_base = Int32(0)
@@ -180,10 +179,11 @@ class PrefillSm100(Prefill):
             stage = stage_of(kv_index)
             first, head = s.item[1, stage], s.item[2, stage]
             release(b.kv_empty + stage, lane)
-            words = vector(p.qsplit_indices + (Int64(head) * entries + first))
+            words = work.entries_of_item(p, head, first)
             tiles = self.tiles(count)
             for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
-                mine = loading.entries_of_tile(words, tile, count, self.tokens)
+                places = loading.places_of_tile(None, tile, count, self.tokens)
+                mine = loading.words_of_tile(words, places)
                 cute.arch.mbarrier_wait(b.q_empty + slot, phase_of(tile_base + tile) ^ 1)
                 loading.keep_entries(s.entries, slot, mine, self.tokens)
                 loading.fetch_queries(maps, p, mine, place, head, b.q_full + slot, self.q, TILE_ROWS, self.g)
@@ -280,7 +280,6 @@ class PrefillSm100(Prefill):
     @cute.jit
     def softmax(self, thread, base, s, b, p):
         """A softmax warpgroup: P, row sums and logsumexp of the tiles of a slot; a thread has a row."""
-        entries = work.entries_of_head(p)
         scale_log2 = softmax.scale_log2(p)
         slot = cute.arch.make_warp_uniform(thread >> 7)
         row = thread & (WARPGROUP - 1)
@@ -337,7 +336,7 @@ class PrefillSm100(Prefill):
                 primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
                 release(b.p_full + slot, lane)
 
-                entry = Int64(head) * entries + (first + tile * self.tokens)
+                entry = Int64(head) * p.head_partials + (first + tile * self.tokens)
                 if row < min(count - tile * self.tokens, self.tokens) * self.g:
                     index = partials.row_index(entry, row, self.g)
                     vector(p.partial_lse)[index] = softmax.log_sum_exp(maximum * scale_log2, total)
@@ -350,7 +349,6 @@ class PrefillSm100(Prefill):
     @cute.jit
     def epilogue(self, row, base, s, b, p):
         """The epilogue warpgroup: normalise every tile's O and write it; a thread has a row, a warp copies its own."""
-        entries = work.entries_of_head(p)
         lane = cute.arch.lane_idx()
         o_tile = Int32(0)
         kv_index = Int32(0)
@@ -359,7 +357,7 @@ class PrefillSm100(Prefill):
             stage = stage_of(kv_index)
             first, head = s.item[1, stage], s.item[2, stage]
             release(b.kv_empty + stage, lane)
-            entry = Int64(head) * entries + first
+            entry = Int64(head) * p.head_partials + first
             for _ in cutlass.range(self.tiles(count), unroll=1):
                 slot, phase = stage_of(o_tile), phase_of(o_tile)
                 cute.arch.mbarrier_wait(b.p_full + slot, phase)

@@ -23,7 +23,7 @@ from cutlass.utils import hopper_helpers
 from aot.kernel import TensorMaps
 from aot.kernels import items, softmax
 from aot.kernels.items import KV_STAGES, phase_of, release, stage_of
-from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
+from aot.kernels.mask import BLK_KV, mask_columns
 from aot.kernels.memory import vector
 from aot.kernels.msa import loading, partials, sm90_walk, work
 from aot.kernels.msa.params import Prefill
@@ -94,9 +94,10 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         self.params |= self.walk_params()
         # bfloat16 partials of a tile take the place of its Q; float32 ones are twice as large and go out of registers.
         self.staged = self.partial.width == self.q.dtype.width
+        self.partial_bytes = HEAD_DIM * self.partial.width // 8  # of a row
         self.item_words = max(loading.ITEM_WORDS, sm90_walk.FIXED_WORDS + self.walk_words)
         words = KV_STAGES * self.item_words + Q_STAGES * self.tokens
-        barriers = 2 * Q_STAGES + 4 * KV_STAGES + 1
+        barriers = 2 * (2 * Q_STAGES + 4 * KV_STAGES + 1)
         tiles = 2 * KV_STAGES * self.kv.block_bytes + Q_STAGES * TILE_ROWS * self.q.row_bytes
         self.smem_bytes = tiles + 8 * barriers + 4 * words
 
@@ -115,15 +116,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         k = smem.allocate_array(self.kv.dtype, cute.cosize(k_layout), byte_alignment=1024)
         v = smem.allocate_array(self.kv.dtype, cute.cosize(v_layout), byte_alignment=1024)
         q = smem.allocate_array(self.q.dtype, cute.cosize(q_layout), byte_alignment=1024)
-        b = Barriers(
-            q_full=smem.allocate_array(Int64, Q_STAGES),
-            q_empty=smem.allocate_array(Int64, Q_STAGES),
-            item_full=smem.allocate_array(Int64, KV_STAGES),
-            k_full=smem.allocate_array(Int64, KV_STAGES),
-            v_full=smem.allocate_array(Int64, KV_STAGES),
-            kv_empty=smem.allocate_array(Int64, KV_STAGES),
-            v_tail=smem.allocate_array(Int64, 1),
-        )
+        b, walk_b = self.allocate_barriers(smem), self.allocate_barriers(smem)
         item = smem.allocate_tensor(Int32, cute.make_layout((self.item_words, KV_STAGES)), byte_alignment=4)
         entries = smem.allocate_tensor(Int32, cute.make_layout((self.tokens, Q_STAGES)), byte_alignment=4)
         operands = Operands(
@@ -136,19 +129,12 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        walks = work.walks(p.walk_totals, self.walk_tokens)
+        walks = work.flag(p, work.ANY_WALKS, without_plan=False)
+        left = work.flag(p, work.ANY_LEFT, without_plan=True)
         if warp == 0:
-            consumers = Int32(sm90_walk.CONSUMERS) if walks else Int32(CONSUMERS)
             with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(Q_STAGES):
-                    cute.arch.mbarrier_init(b.q_full + stage, min(self.tokens, 32))  # the lanes that write entries
-                    cute.arch.mbarrier_init(b.q_empty + stage, 1 if self.staged else WARPGROUP // 32)
-                for stage in cutlass.range_constexpr(KV_STAGES):
-                    cute.arch.mbarrier_init(b.item_full + stage, 1)
-                    cute.arch.mbarrier_init(b.k_full + stage, 1)
-                    cute.arch.mbarrier_init(b.v_full + stage, 1)
-                    cute.arch.mbarrier_init(b.kv_empty + stage, consumers * (1 + WARPGROUP // 32))
-                cute.arch.mbarrier_init(b.v_tail, 1)
+                self.init_barriers(b, CONSUMERS)
+                self.init_barriers(walk_b, sm90_walk.CONSUMERS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
@@ -157,24 +143,57 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
             if warp < WARPGROUP // 32:
                 cute.arch.setmaxregister_decrease(self.walk_producer_registers)
                 if warp == 0:
-                    self.walk_load_blocks(maps, s, b, p)
+                    self.walk_load_blocks(maps, s, walk_b, p)
                 elif warp <= sm90_walk.CONSUMERS:
-                    self.walk_load_queries(warp - 1, maps, s, b, p)
+                    self.walk_load_queries(warp - 1, maps, s, walk_b, p)
             elif warp < (1 + sm90_walk.CONSUMERS) * (WARPGROUP // 32):
                 cute.arch.setmaxregister_increase(self.walk_consumer_registers)
-                self.walk_consume(thread - WARPGROUP, s, b, p)
+                self.walk_consume(thread - WARPGROUP, s, walk_b, p)
             else:
                 cute.arch.setmaxregister_decrease(sm90_walk.IDLE_REGISTERS)
-        else:
+            # Shared memory changes hands, and so do registers: nobody takes any before all have what the walk takes.
+            cute.arch.sync_threads()
+        if left:
             if warp < WARPGROUP // 32:
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                if walks:
+                    cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
+                else:
+                    cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if warp == 0:
-                    loading.load_blocks(maps, s, b, p, self.kv)
+                    loading.load_blocks(maps, s, b, p, self.kv, walks=True)
                 else:
                     self.load_queries(warp - 1, maps, s, b, p)
             else:
-                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+                if walks and warp < (1 + sm90_walk.CONSUMERS) * (WARPGROUP // 32):
+                    cute.arch.setmaxregister_decrease(CONSUMER_REGISTERS)
+                else:
+                    cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
                 self.consume(thread - WARPGROUP, s, b, p)
+
+    def allocate_barriers(self, smem) -> Barriers:
+        """Those of one traversal, in shared memory."""
+        return Barriers(
+            q_full=smem.allocate_array(Int64, Q_STAGES),
+            q_empty=smem.allocate_array(Int64, Q_STAGES),
+            item_full=smem.allocate_array(Int64, KV_STAGES),
+            k_full=smem.allocate_array(Int64, KV_STAGES),
+            v_full=smem.allocate_array(Int64, KV_STAGES),
+            kv_empty=smem.allocate_array(Int64, KV_STAGES),
+            v_tail=smem.allocate_array(Int64, 1),
+        )
+
+    @cute.jit
+    def init_barriers(self, b, consumers: cutlass.Constexpr[int]):
+        """One thread: make the barriers of a traversal with so many consumer warpgroups."""
+        for stage in cutlass.range_constexpr(Q_STAGES):
+            cute.arch.mbarrier_init(b.q_full + stage, min(self.tokens, 32))  # the lanes that write entries
+            cute.arch.mbarrier_init(b.q_empty + stage, 1 if self.staged else WARPGROUP // 32)
+        for stage in cutlass.range_constexpr(KV_STAGES):
+            cute.arch.mbarrier_init(b.item_full + stage, 1)
+            cute.arch.mbarrier_init(b.k_full + stage, 1)
+            cute.arch.mbarrier_init(b.v_full + stage, 1)
+            cute.arch.mbarrier_init(b.kv_empty + stage, consumers * (1 + WARPGROUP // 32))
+        cute.arch.mbarrier_init(b.v_tail, 1)
 
     def tile_place(self, s: Shared, q_stage: Int32) -> cute.Pointer:
         """Where a stage of the ring of Q tiles starts in shared memory."""
@@ -187,23 +206,28 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
     @cute.jit
     def load_queries(self, consumer, maps, s, b, p):
         """Warps 1 to 3: gather every third tile of the CTA's stream of tiles."""
-        entries = work.entries_of_head(p)
         lane = cute.arch.lane_idx()
         tile_base = Int32(0)
         kv_index = Int32(0)
         count = items.wait(s, b.item_full, kv_index)
         while count >= 0:
             stage = stage_of(kv_index)
-            first, head = s.item[1, stage], s.item[2, stage]
-            words = vector(p.qsplit_indices + (Int64(head) * entries + first))
+            first, head, key_limit, causal_shift = items.words(s, stage)
+            words = work.entries_of_item(p, head, first)
+            whole = s.item[loading.ENTRIES_WORD, stage]
+            marks = (Int32(-1), 32 * (lane + 1))  # every entry
+            if count != whole:
+                marks = work.marks_left(words, whole)
             tiles = (count + self.tokens - 1) // self.tokens
             for tile in cutlass.range(first_tile(consumer, tile_base), tiles, CONSUMERS):
                 q_index = tile_base + tile
                 q_stage, q_phase = self.ring_of_queries(q_index)
                 place = self.tile_place(s, q_stage)
-                mine = loading.entries_of_tile(words, tile, count, self.tokens)
+                places = loading.places_of_tile(marks, tile, count, self.tokens)
+                mine = loading.words_of_tile(words, places)
+                packed = loading.packed_entries(mine, places, key_limit, causal_shift)
                 cute.arch.mbarrier_wait(b.q_empty + q_stage, 1 - q_phase)
-                loading.keep_entries(s.entries, q_stage, mine, self.tokens)
+                loading.keep_entries(s.entries, q_stage, packed, self.tokens)
                 loading.fetch_queries(maps, p, mine, place, head, b.q_full + q_stage, self.q, TILE_ROWS, self.g)
             release(b.kv_empty + stage, lane)
             tile_base += tiles
@@ -213,7 +237,6 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
     @cute.jit
     def consume(self, thread, s, b, p):
         """A consumer warpgroup: every third tile of the CTA's stream of tiles."""
-        entries = work.entries_of_head(p)
         consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
         thread = thread % WARPGROUP
         lane = cute.arch.lane_idx()
@@ -227,17 +250,17 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         while count >= 0:
             stage = stage_of(kv_index)
             phase = phase_of(kv_index)
-            first, head, key_limit, causal_shift = items.words(s, stage)
+            first, head = s.item[1, stage], s.item[2, stage]
+            whole = count == s.item[loading.ENTRIES_WORD, stage]
+            entry = Int64(head) * p.head_partials + first  # where the item's partial results start
             tiles = (count + self.tokens - 1) // self.tokens
             for tile in cutlass.range(first_tile(consumer, tile_base), tiles, CONSUMERS):
                 q_index = tile_base + tile
                 q_stage, q_phase = self.ring_of_queries(q_index)
                 scores = cute.make_rmem_tensor(mma.qk.partition_shape_C((TILE_ROWS, BLK_KV)), Float32)
                 cute.arch.mbarrier_wait(b.q_full + q_stage, q_phase)
-                visible = tuple(
-                    visible_keys(s.entries[row // self.g, q_stage] & partials.TOKEN_MASK, key_limit, causal_shift)
-                    for row in (first_row, first_row + 8)
-                )
+                words = tuple(s.entries[row // self.g, q_stage] for row in (first_row, first_row + 8))
+                visible = tuple(word & loading.VISIBLE_MASK for word in words)
                 multiply(mma.qk, scores, mma.q[None, None, None, q_stage], mma.k[None, None, None, stage])
                 if const_expr(self.staged):
                     if thread == 0 and q_index >= CONSUMERS:  # the previous tile's partials have left their place
@@ -252,10 +275,9 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
                 out = cute.make_rmem_tensor(mma.pv.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
                 cute.arch.mbarrier_wait(b.v_full + stage, phase)
                 multiply(mma.pv, out, weights, mma.v[None, None, None, stage])
-                entry = Int64(head) * entries + (first + tile * self.tokens)
                 tokens = min(count - tile * self.tokens, self.tokens)
-                place = self.tile_place(s, q_stage)
-                self.store(out, statistics, thread, consumer, entry, tokens, place, p)
+                places = tuple(word >> loading.VISIBLE_BITS for word in words)
+                self.store(out, statistics, thread, consumer, entry, places, tokens, whole, s, q_stage, p)
             release(b.kv_empty + stage, lane)
             tile_base += tiles
             kv_index += 1
@@ -303,32 +325,24 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         )
 
     @cute.jit
-    def store(self, out, statistics, thread, consumer, entry, tokens, place, p):
-        """Normalise a tile and write its rows, of which the first ``tokens * G`` exist, from entry ``entry`` on."""
+    def store(self, out, statistics, thread, consumer, entry, places, tokens, whole, s, q_stage, p):
+        """Normalise a tile and write its rows, of which those of the first ``tokens`` tokens exist.
+
+        A row's partial result has its place ``places`` entries after ``entry``, that of its item. Of a ``whole`` item
+        these lie one after the other."""
         lane = thread % 32
-        elements = partials.chunk_elements(self.partial)
-        groups = HEAD_DIM // (4 * elements)
-        columns = cute.make_layout((elements, groups, 2), stride=(1, elements, HEAD_DIM // 4))
-        packed = cute.make_rmem_tensor(columns, self.partial)
-        source = rows_of_thread(out)
-        for half in cutlass.range_constexpr(2):
-            values = cute.make_tensor(packed.iterator + half * (HEAD_DIM // 4), cute.make_layout(HEAD_DIM // 4))
-            values.store((source[half, None].load() * statistics[half].inverse).to(self.partial))
-        tile = p.partial_out + cute.assume(entry * (self.g * HEAD_DIM), divby=HEAD_DIM)
+        place = self.tile_place(s, q_stage)
         for half in cutlass.range_constexpr(2):
             row = thread // 32 * 16 + lane // 4 + 8 * half
-            index = partials.row_index(entry, row, self.g)
+            index = partials.row_index(entry + places[half], row % self.g, self.g)
             exists = row < tokens * self.g
-            for group in cutlass.range_constexpr(groups):
-                chunk = partials.place(index, 4 * group + lane % 4)
-                offset = cute.assume(row * HEAD_DIM + chunk * elements, divby=elements)
-                if const_expr(self.staged):
-                    target = cute.make_tensor(place + offset, cute.make_layout(elements))
-                    cute.autovec_copy(packed[None, group, half], target)
-                else:
-                    if exists:
-                        target = cute.make_tensor(tile + offset, cute.make_layout(elements))
-                        cute.autovec_copy(packed[None, group, half], target)
+            if const_expr(self.staged):
+                staged = place + cute.assume(row * HEAD_DIM, divby=HEAD_DIM)
+                self.store_row(out, statistics[half].inverse, half, index, staged, lane)
+            else:
+                target = p.partial_out + cute.assume(index * HEAD_DIM, divby=HEAD_DIM)
+                if exists:
+                    self.store_row(out, statistics[half].inverse, half, index, target, lane)
             if exists and lane % 4 == 0:
                 vector(p.partial_lse)[index] = statistics[half].lse
                 if const_expr(self.temperature):
@@ -337,6 +351,28 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=WARPGROUP)
             if thread == 0:
-                size = tokens * (self.g * HEAD_DIM * self.partial.width // 8)
-                primitives.cp_async_bulk_global_shared_cta(tile, place, size)
+                run = tokens if whole else Int32(1)  # tokens of a copy
+                size = run * (self.g * self.partial_bytes)
+                for token in cutlass.range(0, tokens, run, unroll=1):
+                    start = entry + (s.entries[token, q_stage] >> loading.VISIBLE_BITS)
+                    primitives.cp_async_bulk_global_shared_cta(
+                        p.partial_out + cute.assume(start * (self.g * HEAD_DIM), divby=HEAD_DIM),
+                        place + cute.assume(token * (self.g * HEAD_DIM), divby=HEAD_DIM),
+                        size,
+                    )
                 cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_row(self, out, inverse, half: cutlass.Constexpr[int], index, target, lane):
+        """Write a row of a thread's accumulator, times ``inverse``, in the order of partials.py; the row is number
+        ``index`` of partial_out."""
+        elements = partials.chunk_elements(self.partial)
+        rows = rows_of_thread(out)
+        for group in cutlass.range_constexpr(HEAD_DIM // (4 * elements)):
+            values = cute.make_rmem_tensor(elements, self.partial)
+            for i in cutlass.range_constexpr(elements):
+                column = (i % 2, group * (elements // 2) + i // 2)
+                values[i] = (rows[half, column] * inverse).to(self.partial)
+            chunk = partials.place(index, 4 * group + lane % 4)
+            place = target + cute.assume(chunk * elements, divby=elements)
+            cute.autovec_copy(values, cute.make_tensor(place, cute.make_layout(elements)))

@@ -21,7 +21,7 @@ from aot.kernels import items, pages, softmax
 from aot.kernels.items import phase_of, release, stage_of
 from aot.kernels.mask import BLK_KV, mask_columns, visible_keys
 from aot.kernels.memory import vector
-from aot.kernels.msa import loading, work
+from aot.kernels.msa import loading, partials, work
 from aot.kernels.msa.params import OUT
 from aot.kernels.msa.partials import HEAD_DIM
 from aot.kernels.sm90_mma import TILE_ROWS, WARPGROUP, as_operand, copy, multiply, products, rows_of_thread
@@ -29,6 +29,7 @@ from aot.kernels.sm90_mma import TILE_ROWS, WARPGROUP, as_operand, copy, multipl
 CONSUMERS = work.WALK_ROWS // TILE_ROWS
 IDLE_REGISTERS = 24
 FIRST, LAST = 1, 2  # of a group's blocks
+PARTIAL = 4  # the group's rows leave partial results: not all of it is walked
 FIXED_WORDS = 5  # of an item in shared memory: flags (-1: the end), group, KV head, key_limit, causal_shift
 NOWHERE = -BLK_KV  # a row before the first: reads as zero
 
@@ -41,7 +42,7 @@ class WalkRoles:
         params = {
             "walk_blocks": Ptr(Int32),
             "walk_counts": Ptr(Int32),
-            "walk_totals": Ptr(Int64, 8),
+            "walk_flags": Ptr(Int32),
             "out": Ptr(OUT),
             "lse": Ptr(Float32),
             "out_stride_token": Int64,
@@ -59,19 +60,20 @@ class WalkRoles:
         tails = Int32(0)
         item, _, _ = cute.arch.block_idx()
         while item < p.head_kv * groups:
-            claimed = items.claim(p)
-            count = min(vector(p.walk_counts)[item], work.WALK_CAP)
-            steps = max(count, 1)  # a group that sees nothing takes a step, too: it writes zeros
+            claimed = items.claim(p.work_counter + 1)
+            entry = vector(p.walk_counts)[item]
+            kind = Int32(0) if entry & work.WALK_FINAL != 0 else Int32(PARTIAL)
+            steps = min(entry & ~work.WALK_FINAL, work.WALK_CAP)
             for step in cutlass.range(steps, unroll=1):
                 block = vector(p.walk_blocks + (Int64(item) * work.WALK_CAP + step) * (2 + self.walk_words))
                 sequence, number = block[0], block[1]
-                exists = count > 0 and sequence >= 0 and sequence < p.batch and number >= 0
+                exists = sequence >= 0 and sequence < p.batch and number >= 0
                 key_limit, causal_shift, row, page = Int32(0), Int32(0), Int32(NOWHERE), Int32(-1)
                 if exists:
                     key_limit, causal_shift, row, page = pages.locate(p, sequence, number)
-                flags = (FIRST if step == 0 else 0) + (LAST if step == steps - 1 else 0)
+                flags = kind + (FIRST if step == 0 else 0) + (LAST if step == steps - 1 else 0)
                 head = item // groups
-                words = (Int32(flags), item - head * groups, head, key_limit, causal_shift)
+                words = (flags, item - head * groups, head, key_limit, causal_shift)
                 words += tuple(block[2 + i] if exists else Int32(0) for i in range(self.walk_words))
                 tails = loading.fetch(maps, s, b, kv_index, tails, words, row, page, self.kv)
                 kv_index += 1
@@ -158,9 +160,12 @@ class WalkRoles:
             if flags & LAST != 0:
                 for half in cutlass.range_constexpr(2):
                     token = group * self.walk_tokens + member[half]
-                    group_head = head * self.g + (first_row + 8 * half) % self.g
+                    group_head = (first_row + 8 * half) % self.g
                     if token < p.total_q:
-                        self.walk_store(out, state, half, token, group_head, lane, p)
+                        if flags & PARTIAL != 0:
+                            self.walk_store_partial(out, state, half, token, head, group_head, lane, p)
+                        else:
+                            self.walk_store(out, state, half, token, head * self.g + group_head, lane, p)
                 q_index += CONSUMERS
             kv_index += 1
             flags = items.wait(s, b.k_full, kv_index)
@@ -205,7 +210,6 @@ class WalkRoles:
     @cute.jit
     def walk_store(self, out, state, half: cutlass.Constexpr[int], token, head, lane, p):
         """Normalise one of the thread's rows and write it."""
-        scale_log2 = softmax.scale_log2(p)
         inverse = softmax.reciprocal(state[half, 1])
         row = rows_of_thread(out)
         start = Int64(token) * p.out_stride_token + head * p.out_stride_head
@@ -216,10 +220,26 @@ class WalkRoles:
             place = p.out + cute.assume(start + (8 * group + lane % 4 * 2), divby=2)
             cute.autovec_copy(values, cute.make_tensor(place, cute.make_layout(2)))
         if lane % 4 == 0:
-            reference = softmax.finite(state[half, 0])
             offset = Int64(token) * p.lse_stride_token + head * p.lse_stride_head
             if p.lse.toint() != 0:
-                vector(p.lse)[offset] = softmax.log_sum_exp(reference * scale_log2, state[half, 1])
+                vector(p.lse)[offset] = self.walk_lse(state, half, softmax.scale_log2(p), 1)
             if const_expr(self.temperature):
-                scale = scale_log2 / p.lse_temperature_scale
-                vector(p.lse_temperature)[offset] = softmax.log_sum_exp(reference * scale, state[half, 2])
+                scale = softmax.scale_log2(p) / p.lse_temperature_scale
+                vector(p.lse_temperature)[offset] = self.walk_lse(state, half, scale, 2)
+
+    @cute.jit
+    def walk_store_partial(self, out, state, half: cutlass.Constexpr[int], token, kv_head, group_head, lane, p):
+        """Normalise one of the thread's rows and leave it to combine, after the partial results of its head."""
+        entry = Int64(kv_head) * p.head_partials + (work.entries_of_head(p) + token)
+        index = partials.row_index(entry, group_head, self.g)
+        target = p.partial_out + cute.assume(index * HEAD_DIM, divby=HEAD_DIM)
+        self.store_row(out, softmax.reciprocal(state[half, 1]), half, index, target, lane)
+        if lane % 4 == 0:
+            vector(p.partial_lse)[index] = self.walk_lse(state, half, softmax.scale_log2(p), 1)
+            if const_expr(self.temperature):
+                scale = softmax.scale_log2(p) / p.lse_temperature_scale
+                vector(p.partial_lse_temperature)[index] = self.walk_lse(state, half, scale, 2)
+
+    def walk_lse(self, state, half: int, scale_log2: Float32, column: int) -> Float32:
+        """The logsumexp of a row at a scale, of which a column of the state holds the sum."""
+        return softmax.log_sum_exp(softmax.finite(state[half, 0]) * scale_log2, state[half, column])

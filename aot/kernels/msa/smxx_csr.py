@@ -3,7 +3,8 @@
 Every (token, selected block) is an entry. Entries are keyed by CSR row and sorted stably (smxx_sort.py), which leaves
 the tokens of a row ascending; an entry's value is its qsplit word, token | slot << 24. Dropped entries have key
 ``total_rows`` and value -1, so that they end up as the tail of -1. The way back is ``split_entries``
-[head_kv, total_q, topk]: where in its head the entry of a token's slot stands, -1 past the token's count.
+[head_kv, total_q, topk]: where in its head the entry of a token's slot stands, -1 past the token's count; WalkPlan adds
+its mark (work.WALKED) to the values and so to these.
 Launches of build_k2q_csr: CsrRows, CsrKeys, { RadixScan, RadixScatter, RadixCount of the next pass }, CsrRowPtr; with
 a schedule, WalkPlan (smxx_walk_plan.py) after CsrKeys.
 From a given CSR the slots come back without q2k or sort: memset of split_counts, CsrCollect, CsrSplit.
@@ -56,8 +57,8 @@ class CsrRows(Kernel):
 
     A warp takes a block number and walks the sequences twice: the first walk finds the block's first row, the second
     ranks the sequences that have it by ballot, O(batch / 32) each: long sequences and large batches are both cheap.
-    ``row_sequence`` and ``row_block`` of rows that no sequence has are -1. ``walk_totals`` [2], where not null, becomes
-    0: WalkPlan (smxx_walk_plan.py) adds to it."""
+    ``row_sequence`` and ``row_block`` of rows that no sequence has are -1. ``walk_flags`` [3], where not null, become
+    0: WalkPlan (smxx_walk_plan.py) sets them."""
 
     def __init__(self) -> None:
         self.threads = 512
@@ -69,7 +70,7 @@ class CsrRows(Kernel):
             "sequence_base": Ptr(Int32),
             "row_sequence": Ptr(Int32),
             "row_block": Ptr(Int32),
-            "walk_totals": Ptr(Int64, align=8),
+            "walk_flags": Ptr(Int32),
             "batch": Int32,
             "total_rows": Int32,
         }
@@ -105,8 +106,8 @@ class CsrRows(Kernel):
             block += ctas * self.warps
             row, having = rows_before(p, block)
 
-        if p.walk_totals.toint() != 0 and cta == 0 and thread < 2:
-            p.walk_totals[thread] = Int64(0)
+        if p.walk_flags.toint() != 0 and cta == 0 and thread < 3:
+            p.walk_flags[thread] = Int32(0)
         rows, having = rows_before(p, p.total_rows)
         for row in range(rows + cta * self.threads + thread, p.total_rows, ctas * self.threads):
             if row >= 0:

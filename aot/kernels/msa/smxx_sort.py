@@ -15,6 +15,7 @@ from cutlass import Int32
 from aot.kernel import Kernel, Ptr
 from aot.kernels.memory import at
 from aot.kernels.msa.partials import TOKEN_BITS, TOKEN_MASK
+from aot.kernels.msa.work import WALKED
 from aot.kernels.sorting import WARP, block_exclusive_scan, count_and_rank, fill, head_and_tile
 
 TILE = 4096
@@ -109,8 +110,10 @@ class RadixScatter(Kernel):
     the place within the tile. The tile is put in order in shared memory first: equal digits then go out coalesced.
     Shared memory: 64 KiB of counters, reused for the ordered tile, and 16 KiB of offsets a digit.
     ``indices_out``, where not null, receives the low 24 bits of each value (-1 stays -1): the query tokens of a CSR.
-    ``entries_out`` [heads, size / topk, topk], where not null, is the way back: at (token, slot) of each value but -1
-    its place. It is written in the order of the input, where after CsrKeys the slots of a token are side by side."""
+    Values then lose their mark WALKED, and ``rest_out``, where not null, receives -1 for those that had it, else the
+    same as ``indices_out``. ``entries_out`` [heads, size / topk, topk], where not null, is the way back: at (token,
+    slot) of each value but -1 its place and mark. It is written in the order of the input, where after CsrKeys the
+    slots of a token are side by side."""
 
     def __init__(self) -> None:
         self.threads = THREADS
@@ -127,6 +130,7 @@ class RadixScatter(Kernel):
             "values_out": Ptr(Int32),
             "indices_out": Ptr(Int32),
             "entries_out": Ptr(Int32),
+            "rest_out": Ptr(Int32),
             "size": Int32,
             "topk": Int32,
             "tiles": Int32,
@@ -198,7 +202,9 @@ class RadixScatter(Kernel):
             digit = (keys[k] >> p.shift) & (digits - 1)
             ranks[k] += tile_start[digit] + own[digit]
             if write_entries and values[k] >= 0:
-                entries_out[(values[k] & TOKEN_MASK) * p.topk + (values[k] >> TOKEN_BITS)] = to_global[digit] + ranks[k]
+                mark = values[k] & WALKED
+                slot = (values[k] ^ mark) >> TOKEN_BITS
+                entries_out[(values[k] & TOKEN_MASK) * p.topk + slot] = (to_global[digit] + ranks[k]) | mark
         cute.arch.sync_threads()  # the counters have been read: their memory takes the ordered tile
         for k in cutlass.range_constexpr(self.per_thread):
             counters[ranks[k]] = keys[k]
@@ -209,6 +215,8 @@ class RadixScatter(Kernel):
         values_out = at(p.values_out, head, p.size)
         write_indices = p.indices_out.toint() != 0
         indices_out = at(p.indices_out, head, p.size)
+        write_rest = p.rest_out.toint() != 0
+        rest_out = at(p.rest_out, head, p.size)
         valid = cutlass.min(p.size - tile * TILE, TILE)
         for k in cutlass.range_constexpr(self.per_thread):
             i = k * THREADS + thread
@@ -217,9 +225,15 @@ class RadixScatter(Kernel):
                 value = counters[TILE + i]
                 place = to_global[(key >> p.shift) & (digits - 1)] + i
                 keys_out[place] = key
-                values_out[place] = value
                 if write_indices:
-                    token = value
+                    token = Int32(-1)
+                    left = Int32(-1)
                     if value >= 0:
                         token = value & TOKEN_MASK
+                        if value & WALKED == 0:
+                            left = token
+                        value = value & ~WALKED
                     indices_out[place] = token
+                    if write_rest:
+                        rest_out[place] = left
+                values_out[place] = value
