@@ -59,21 +59,23 @@ def held(values: cute.Tensor, index: Int32, lanes: cutlass.Constexpr[int]):
 
 
 @cute.jit
-def accumulate(acc: cute.Tensor, splits: cute.Tensor, weights: cute.Tensor, count, chunk_of, dtype, lanes):
-    """Add up ``count`` weighted splits, the same number for all teams of the warp, which may have fewer: the others
-    weigh nothing. ``chunk_of(split)`` is the lane's chunk of a split, in global memory.
+def accumulate(acc: cute.Tensor, splits: cute.Tensor, weights: cute.Tensor, count, most, chunk_of, dtype, lanes):
+    """Add up a team's ``count`` weighted splits; ``most``: what the team of the warp has that has the most.
 
-    What weighs nothing is not read: a split that sees nothing may hold 0 * NaN.
+    ``chunk_of(split)`` is the lane's chunk of a split, in global memory. What weighs nothing does not count, whatever
+    it holds: a split that sees nothing may hold 0 * NaN. Chunks are on their way before the weights are known.
     """
-    for start in cutlass.range(0, count, BATCH, unroll=1):
+    for start in cutlass.range(0, most, BATCH, unroll=1):
         parts = cute.make_rmem_tensor((cute.size(acc), BATCH), dtype)
-        scales = cute.make_rmem_tensor(BATCH, Float32)
+        parts.fill(0)
         for i in cutlass.range_constexpr(BATCH):
-            scales[i] = held(weights, start + i, lanes)
             split = held(splits, start + i, lanes)
-            parts[None, i].fill(0)
-            if scales[i] != 0.0:
+            if start + i < count:
                 cute.autovec_copy(chunk_of(split), parts[None, i])
         for i in cutlass.range_constexpr(BATCH):
+            weight = held(weights, start + i, lanes)
+            words = cute.recast_tensor(parts[None, i], Int32)
+            for j in cutlass.range_constexpr(cute.size(words)):
+                words[j] = words[j] if weight != 0.0 else Int32(0)
             for j in cutlass.range_constexpr(cute.size(acc)):
-                acc[j] = acc[j] + scales[i] * parts[j, i].to(Float32)
+                acc[j] = acc[j] + weight * parts[j, i].to(Float32)

@@ -5,7 +5,7 @@ bfloat16 partials, a warp with float32. Its splits are the slots of ``split_entr
 where it walked others, the one partial result that the walk left of all of them; they are packed before anything is
 loaded, so that a row costs what it has. A row without any gives out 0 and lse -inf. Rows of a group that the walk
 finished are left alone.
-One CTA a multiprocessor; a warp takes units of four rows in turn.
+One CTA a multiprocessor; a warp takes units of eight rows in turn.
 Budget: topk * 256 bytes a row in and 256 out (bfloat16) for 3 * topk flops an element: pure memory.
 """
 
@@ -21,7 +21,7 @@ from aot.kernels.msa.params import OUT
 from aot.kernels.sorting import place_of_one
 from aot.kernels.storage import DTYPES
 
-UNIT_ROWS = 4
+UNIT_ROWS = 8
 
 
 class Combine(Kernel):
@@ -73,7 +73,7 @@ class Combine(Kernel):
 
     @cute.jit
     def merge_unit(self, first: Int64, p):
-        """One warp: four rows of the output, which have the splits of one token and KV head, or of some."""
+        """One warp: eight rows of the output, which have the splits of one token and KV head, or of some."""
         lane = cute.arch.lane_idx()
         splits = cute.make_rmem_tensor(self.slots, Int32)
         splits.fill(0)
@@ -148,7 +148,7 @@ class Combine(Kernel):
         acc = cute.make_rmem_tensor(partials.chunk_elements(self.dtype), Float32)
         acc.fill(0.0)
         most = cute.arch.warp_redux_sync(count, "max")
-        merge.accumulate(acc, splits, weights, most, chunk_of, self.dtype, self.lanes)
+        merge.accumulate(acc, splits, weights, count, most, chunk_of, self.dtype, self.lanes)
 
         head = kv_head * p.qhead_per_kv + group_head
         if not skipped:
