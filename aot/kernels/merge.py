@@ -59,23 +59,21 @@ def held(values: cute.Tensor, index: Int32, lanes: cutlass.Constexpr[int]):
 
 
 @cute.jit
-def accumulate(acc: cute.Tensor, splits: cute.Tensor, weights: cute.Tensor, count, most, chunk_of, dtype, lanes):
-    """Add up a team's ``count`` weighted splits; ``most``: what the team of the warp has that has the most.
+def accumulate(acc: cute.Tensor, splits: cute.Tensor, weights: cute.Tensor, most, chunk_of, dtype, lanes):
+    """Add up a team's weighted splits, of which no team of the warp has more than ``most``; ``chunk_of(split)`` is the
+    lane's chunk of a split, in global memory.
 
-    ``chunk_of(split)`` is the lane's chunk of a split, in global memory. What weighs nothing does not count, whatever
-    it holds: a split that sees nothing may hold 0 * NaN. Chunks are on their way before the weights are known.
+    What weighs nothing is not read: a split that sees nothing may hold 0 * NaN.
     """
     for start in cutlass.range(0, most, BATCH, unroll=1):
         parts = cute.make_rmem_tensor((cute.size(acc), BATCH), dtype)
         parts.fill(0)
+        scales = cute.make_rmem_tensor(BATCH, Float32)
         for i in cutlass.range_constexpr(BATCH):
+            scales[i] = held(weights, start + i, lanes)
             split = held(splits, start + i, lanes)
-            if start + i < count:
+            if scales[i] != 0.0:
                 cute.autovec_copy(chunk_of(split), parts[None, i])
         for i in cutlass.range_constexpr(BATCH):
-            weight = held(weights, start + i, lanes)
-            words = cute.recast_tensor(parts[None, i], Int32)
-            for j in cutlass.range_constexpr(cute.size(words)):
-                words[j] = words[j] if weight != 0.0 else Int32(0)
             for j in cutlass.range_constexpr(cute.size(acc)):
-                acc[j] = acc[j] + weight * parts[j, i].to(Float32)
+                acc[j] = acc[j] + scales[i] * parts[j, i].to(Float32)

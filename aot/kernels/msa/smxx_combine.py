@@ -5,7 +5,7 @@ bfloat16 partials, a warp with float32. Its splits are the slots of ``split_entr
 where it walked others, the one partial result that the walk left of all of them; they are packed before anything is
 loaded, so that a row costs what it has. A row without any gives out 0 and lse -inf. Rows of a group that the walk
 finished are left alone.
-One CTA a multiprocessor; a warp takes units of eight rows in turn.
+One CTA a multiprocessor; a warp takes units of four rows in turn.
 Budget: topk * 256 bytes a row in and 256 out (bfloat16) for 3 * topk flops an element: pure memory.
 """
 
@@ -21,7 +21,7 @@ from aot.kernels.msa.params import OUT
 from aot.kernels.sorting import place_of_one
 from aot.kernels.storage import DTYPES
 
-UNIT_ROWS = 8
+UNIT_ROWS = 4
 
 
 class Combine(Kernel):
@@ -29,7 +29,7 @@ class Combine(Kernel):
         self.dtype = DTYPES[partial]
         self.topk = topk
         self.walks = walks  # whether a prefill of the architecture can
-        self.threads = 1024
+        self.threads = 768
         self.lanes = partials.HEAD_DIM // partials.chunk_elements(self.dtype)  # of a team
         self.teams = 32 // self.lanes
         self.slots = -(-topk // self.lanes)  # of a lane
@@ -73,7 +73,7 @@ class Combine(Kernel):
 
     @cute.jit
     def merge_unit(self, first: Int64, p):
-        """One warp: eight rows of the output, which have the splits of one token and KV head, or of some."""
+        """One warp: four rows of the output, which have the splits of one token and KV head, or of some."""
         lane = cute.arch.lane_idx()
         splits = cute.make_rmem_tensor(self.slots, Int32)
         splits.fill(0)
@@ -137,18 +137,18 @@ class Combine(Kernel):
         """One warp: a row of the output for each team, unless it is ``skipped``."""
         place = cute.arch.lane_idx() % self.lanes
         first = Int64(kv_head) * p.head_partials
+        base = partials.row_index(first, group_head, p.qhead_per_kv)
+
+        def chunk_of(split):
+            return partials.chunk(p.partial_out, base + Int64(split) * p.qhead_per_kv, place)
+
         weights = cute.make_rmem_tensor(self.slots, Float32)
         self.load_lse(weights, p.partial_lse, splits, count, first, group_head, p)
         total_lse = merge.weigh(weights, self.lanes)
-
-        def chunk_of(split):
-            row = partials.row_index(first + split, group_head, p.qhead_per_kv)
-            return partials.chunk(p.partial_out, row, place)
-
         acc = cute.make_rmem_tensor(partials.chunk_elements(self.dtype), Float32)
         acc.fill(0.0)
         most = cute.arch.warp_redux_sync(count, "max")
-        merge.accumulate(acc, splits, weights, count, most, chunk_of, self.dtype, self.lanes)
+        merge.accumulate(acc, splits, weights, most, chunk_of, self.dtype, self.lanes)
 
         head = kv_head * p.qhead_per_kv + group_head
         if not skipped:
