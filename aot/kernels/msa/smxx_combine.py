@@ -29,7 +29,7 @@ class Combine(Kernel):
         self.dtype = DTYPES[partial]
         self.topk = topk
         self.walks = walks  # whether a prefill of the architecture can
-        self.threads = 768
+        self.threads = 1024
         self.lanes = partials.HEAD_DIM // partials.chunk_elements(self.dtype)  # of a team
         self.teams = 32 // self.lanes
         self.slots = -(-topk // self.lanes)  # of a lane
