@@ -60,6 +60,7 @@ class Shared(NamedTuple):
     operands: Operands
     item: cute.Tensor  # [item_words, KV_STAGES]
     entries: cute.Tensor  # [tokens, Q_STAGES]
+    harm: cute.Tensor  # [HARM_WORDS, KV_STAGES]: columns of a walked block's V that are not finite
 
 
 class Barriers(NamedTuple):
@@ -89,16 +90,16 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         self.walk_tokens = work.WALK_ROWS // g
         self.walk_words = (self.walk_tokens + 31) // 32
         self.threads = WARPGROUP * (1 + CONSUMERS)
-        # Gathering 64 tokens a tile takes the producers more registers than they need for fewer.
-        self.walk_producer_registers, self.walk_consumer_registers = (40, 224) if g == 1 else (24, 232)
+        # Gathering takes the producers more registers than copies by the tensor copy engine.
+        self.walk_producer_registers, self.walk_consumer_registers = (40, 224) if self.gathers else (24, 232)
         self.min_blocks_per_mp = 1
         self.params |= self.walk_params()
         # bfloat16 partials of a tile take the place of its Q; float32 ones are twice as large and go out of registers.
         self.staged = self.partial.width == self.q.dtype.width
         self.partial_bytes = HEAD_DIM * self.partial.width // 8  # of a row
         self.item_words = max(loading.MARKS_WORD + 32, sm90_walk.FIXED_WORDS + self.walk_words)
-        words = KV_STAGES * self.item_words + Q_STAGES * self.tokens
-        barriers = 2 * (2 * Q_STAGES + 4 * KV_STAGES + 1)
+        words = KV_STAGES * (self.item_words + sm90_walk.HARM_WORDS) + Q_STAGES * self.tokens
+        barriers = 4 * Q_STAGES + 10 * KV_STAGES + 2
         tiles = 2 * KV_STAGES * self.kv.block_bytes + Q_STAGES * TILE_ROWS * self.q.row_bytes
         self.smem_bytes = tiles + 8 * barriers + 4 * words
 
@@ -117,16 +118,18 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         k = smem.allocate_array(self.kv.dtype, cute.cosize(k_layout), byte_alignment=1024)
         v = smem.allocate_array(self.kv.dtype, cute.cosize(v_layout), byte_alignment=1024)
         q = smem.allocate_array(self.q.dtype, cute.cosize(q_layout), byte_alignment=1024)
-        b, walk_b = self.allocate_barriers(smem), self.allocate_barriers(smem)
+        b = self.allocate(smem, Barriers)
+        walk_b = self.allocate(smem, sm90_walk.Barriers)
         item = smem.allocate_tensor(Int32, cute.make_layout((self.item_words, KV_STAGES)), byte_alignment=4)
         entries = smem.allocate_tensor(Int32, cute.make_layout((self.tokens, Q_STAGES)), byte_alignment=4)
+        harm = smem.allocate_tensor(Int32, cute.make_layout((sm90_walk.HARM_WORDS, KV_STAGES)), byte_alignment=16)
         operands = Operands(
             *(
                 cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer)
                 for pointer, layout in ((q, q_layout), (k, k_layout), (v, v_layout))
             )
         )
-        s = Shared(k=k, v=v, q=q, operands=operands, item=item, entries=entries)
+        s = Shared(k=k, v=v, q=q, operands=operands, item=item, entries=entries, harm=harm)
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -134,8 +137,8 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         left = work.flag(p, work.ANY_LEFT, without_plan=True)
         if warp == 0:
             with cute.arch.elect_one():
-                self.init_barriers(b, CONSUMERS)
-                self.init_barriers(walk_b, sm90_walk.CONSUMERS)
+                self.init_barriers(b)
+                self.init_walk_barriers(walk_b, Q_STAGES)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
@@ -151,7 +154,8 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
                 cute.arch.setmaxregister_increase(self.walk_consumer_registers)
                 self.walk_consume(thread - WARPGROUP, s, walk_b, p)
             else:
-                cute.arch.setmaxregister_decrease(sm90_walk.IDLE_REGISTERS)
+                cute.arch.setmaxregister_decrease(sm90_walk.GUARD_REGISTERS)
+                self.walk_guard(thread - (1 + sm90_walk.CONSUMERS) * WARPGROUP, s, walk_b, p)
             # Shared memory changes hands, and so do registers: nobody takes any before all have what the walk takes.
             cute.arch.sync_threads()
         if left:
@@ -171,21 +175,16 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
                     cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
                 self.consume(thread - WARPGROUP, s, b, p)
 
-    def allocate_barriers(self, smem) -> Barriers:
-        """Those of one traversal, in shared memory."""
-        return Barriers(
-            q_full=smem.allocate_array(Int64, Q_STAGES),
-            q_empty=smem.allocate_array(Int64, Q_STAGES),
-            item_full=smem.allocate_array(Int64, KV_STAGES),
-            k_full=smem.allocate_array(Int64, KV_STAGES),
-            v_full=smem.allocate_array(Int64, KV_STAGES),
-            kv_empty=smem.allocate_array(Int64, KV_STAGES),
-            v_tail=smem.allocate_array(Int64, 1),
+    def allocate(self, smem, barriers: type) -> Any:
+        """The barriers of a traversal, in shared memory."""
+        sizes = (
+            1 if name == "v_tail" else Q_STAGES if name.startswith("q_") else KV_STAGES for name in barriers._fields
         )
+        return barriers(*(smem.allocate_array(Int64, size) for size in sizes))
 
     @cute.jit
-    def init_barriers(self, b, consumers: cutlass.Constexpr[int]):
-        """One thread: make the barriers of a traversal with so many consumer warpgroups."""
+    def init_barriers(self, b):
+        """One thread: make the barriers of the CSR's order."""
         for stage in cutlass.range_constexpr(Q_STAGES):
             cute.arch.mbarrier_init(b.q_full + stage, min(self.tokens, 32))  # the lanes that write entries
             cute.arch.mbarrier_init(b.q_empty + stage, 1 if self.staged else WARPGROUP // 32)
@@ -193,7 +192,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
             cute.arch.mbarrier_init(b.item_full + stage, 1)
             cute.arch.mbarrier_init(b.k_full + stage, 1)
             cute.arch.mbarrier_init(b.v_full + stage, 1)
-            cute.arch.mbarrier_init(b.kv_empty + stage, consumers * (1 + WARPGROUP // 32))
+            cute.arch.mbarrier_init(b.kv_empty + stage, CONSUMERS * (1 + WARPGROUP // 32))
         cute.arch.mbarrier_init(b.v_tail, 1)
 
     def tile_place(self, s: Shared, q_stage: Int32) -> cute.Pointer:
