@@ -28,6 +28,9 @@ import torch  # noqa: E402
 from places import PLACES  # noqa: E402
 
 from aot.configs import ARCHS  # noqa: E402
+from sparse_aot.msa._csr_host import walk_rule  # noqa: E402
+
+walk_rule(groups=0)  # small selections have a walk plan, too
 
 
 @pytest.fixture(scope="session")

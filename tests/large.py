@@ -14,7 +14,7 @@ import mmap
 import numpy as np
 import pytest
 import torch
-from places import assert_close, attend, build, force
+from places import assert_close, attend, build
 from reference import Reference, make_case, random_q2k
 
 from sparse_aot import sim
@@ -69,8 +69,7 @@ class LargeCall:
         )  # fmt: skip
         case.page_table[0, 1] = case.k.shape[0]  # a page that is not there
         self.want = case.reference(lse_temperature_scale=temperature or 1.0)
-        self.plan = build(case)
-        force(self.plan[2], traversal)
+        self.plan = build(case, traversal)
         self.partial, self.temperature = getattr(torch, partial), temperature
         self.tokens = TOKENS if self.walks else 0
         self.groups = self.tokens // (128 // g)
@@ -132,14 +131,15 @@ class LargeCall:
             "topk": topk * times,
             "row_ptr": within(row_ptr, (head_kv, MANY + 1)),
             "total_rows": MANY,
-            "qsplit_indices": within(schedule.qsplit_indices, (head_kv, entries)),
+            "entry_words": within(schedule.qsplit_indices, (head_kv, entries)),
+            "head_partials": entries,
             "work_count": schedule.work_count + ITEMS,
             "work_capacity": ITEMS + schedule.work_capacity,
         }
 
     def _workspace(self):
         """What lies between the forward and combine, with nothing of an earlier call."""
-        rows = self.moved["qsplit_indices"].numel() * self.case.qhead_per_kv
+        rows = self.moved["entry_words"].numel() * self.case.qhead_per_kv
         return {
             "partial_out": reserved((rows, 128), self.partial),
             "partial_lse": reserved((rows,), torch.float32),
@@ -148,10 +148,11 @@ class LargeCall:
 
     def _of_combine(self):
         """The same for combine, which knows how many entries a head has from the number of tokens alone."""
-        total_q = self.moved["qsplit_indices"].shape[1] // self.case.topk
+        entries = self.moved["head_partials"]
+        total_q = entries // self.case.topk
         split_entries = within(self.plan[2].split_entries, (self.head_kv, total_q, self.case.topk))
         partials = {name: self.moved[name] for name in self.moved if name.startswith("partial")}
-        return partials | {"total_q": total_q, "split_entries": split_entries}
+        return partials | {"total_q": total_q, "split_entries": split_entries, "head_partials": entries}
 
     def _items(self, grid):
         """The schedule's items: those that CTAs start with, and the others, which they claim."""
@@ -176,7 +177,8 @@ class LargeCall:
                 new = self.moved if self.walks else self.moved | {"scheduler_metadata": self._items(grid)}
                 # The next item that is claimed: the first of the last head, or the first that no CTA starts with.
                 claimed = (self.head_kv - 1) * new["walk_counts"].shape[1] + self.groups - grid if self.walks else ITEMS
-                ctypes.c_int32.from_address(int.from_bytes(given["work_counter"], "little")).value = claimed
+                counter = int.from_bytes(given["work_counter"], "little") + 4 * self.walks
+                ctypes.c_int32.from_address(counter).value = claimed
             tensors = {name: value for name, value in new.items() if torch.is_tensor(value)}
             numbers = {name: value.data_ptr() if name in tensors else value for name, value in new.items()}
             params = [

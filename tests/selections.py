@@ -9,7 +9,9 @@ from reference import BLOCK, check_schedule, csr, offsets, ragged, random_q2k
 
 from sparse_aot import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
 
-WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_totals")
+WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_flags", "rest_indices")
+WALK_FINAL = WALKED = 1 << 30  # in walk_counts, and in split_entries
+PLANNED = (*WALK_ARRAYS, "walked")  # of by_name, what a schedule without a walk plan has not
 SPLIT_ARRAYS = ("qsplit_indices", "split_counts", "split_entries")
 
 
@@ -84,12 +86,21 @@ def on_host(value):
 
 
 def by_name(schedule):
-    """Everything that a schedule holds, the items that exist only."""
+    """Everything that a schedule holds, the items and walked blocks that exist only; ``walked``: which of the
+    ``split_entries`` are."""
     names = ("work_count", *SPLIT_ARRAYS, *WALK_ARRAYS, "target_q_per_cta", "work_capacity")
     count = int(schedule.work_count[0])
     assert schedule.enabled and 0 <= count <= schedule.work_capacity
     assert schedule.scheduler_metadata.shape == (schedule.work_capacity, 6)
     arrays = {name: on_host(getattr(schedule, name)) for name in names}
+    entries = arrays["split_entries"]
+    arrays["walked"] = None
+    if arrays["walk_flags"] is not None:
+        arrays["walked"] = (entries >= 0) & (entries & WALKED != 0)
+        arrays["split_entries"] = np.where(arrays["walked"], entries ^ WALKED, entries)
+        counts = arrays["walk_counts"] & ~WALK_FINAL
+        exists = np.arange(arrays["walk_blocks"].shape[2]) < counts[..., None]
+        arrays["walk_blocks"] = np.where(exists[..., None], arrays["walk_blocks"], 0)
     return arrays | {"items": on_host(schedule.scheduler_metadata)[:count]}
 
 
@@ -114,6 +125,21 @@ def neighbours():
     last = (np.arange(500) + 1000) // BLOCK
     q2k = last[None, :, None] - np.arange(4)
     return Selection(np.random.default_rng(0).permuted(q2k, axis=-1).astype(np.int32), [500], [1500], 16)
+
+
+def half_shared():
+    """Of eight tokens, blocks that all select, that most do, that few do, and some that are a token's own; for each
+    group of them others, and groups that share everything or nothing."""
+    rng = np.random.default_rng(0)
+    tokens, topk = 400, 8
+    group, slot = np.arange(tokens)[:, None] // 8, np.arange(topk)
+    shared = (group * 3 + slot) % 100
+    own = 100 + rng.permuted(np.tile(np.arange(50), (tokens, 1)), axis=1)[:, :topk]
+    kept = rng.random((tokens, topk)) < np.array([1, 1, 0.9, 0.8, 0.7, 0.6, 0.4, 0.1])
+    kept[(group % 7 == 1)[:, 0]] = True
+    kept[(group % 7 == 2)[:, 0]] = False
+    q2k = rng.permuted(np.where(kept, shared, own), axis=-1)[None]
+    return Selection(q2k.astype(np.int32), [tokens], [150 * BLOCK], 16)
 
 
 def any_selection(seed):

@@ -26,6 +26,9 @@ from pathlib import Path
 import numpy as np
 
 from aot import build
+from sparse_aot.msa._csr_host import walk_rule
+
+walk_rule(groups=0)  # small selections have a walk plan, here as in conftest.py
 
 TESTS = Path(__file__).resolve().parent
 REAL_BUNDLE = TESTS.parent / "cubins"
@@ -44,7 +47,7 @@ FORWARD_PARAMS = {
     "v_map": TENSOR_MAP,
     "q": POINTER,
     "row_ptr": POINTER,
-    "qsplit_indices": POINTER,
+    "entry_words": POINTER,
     "scheduler_metadata": POINTER,
     "work_count": POINTER,
     "work_counter": POINTER,
@@ -54,7 +57,7 @@ FORWARD_PARAMS = {
     "page_table": POINTER,
     "walk_blocks": POINTER,
     "walk_counts": POINTER,
-    "walk_totals": POINTER,
+    "walk_flags": POINTER,
     "partial_out": POINTER,
     "partial_lse": POINTER,
     "partial_lse_temperature": POINTER,
@@ -75,6 +78,7 @@ FORWARD_PARAMS = {
     "head_kv": INT32,
     "total_rows": INT32,
     "topk": INT32,
+    "head_partials": INT32,
     "work_capacity": INT32,
     "causal": INT32,
     "softmax_scale": FLOAT32,
@@ -86,7 +90,8 @@ COMBINE_PARAMS = {
     "partial_lse_temperature": POINTER,
     "split_counts": POINTER,
     "split_entries": POINTER,
-    "walk_totals": POINTER,
+    "walk_counts": POINTER,
+    "walk_flags": POINTER,
     "out": POINTER,
     "lse": POINTER,
     "lse_temperature": POINTER,
@@ -97,6 +102,8 @@ COMBINE_PARAMS = {
     "total_q": INT32,
     "head_kv": INT32,
     "qhead_per_kv": INT32,
+    "head_partials": INT32,
+    "groups": INT32,
 }
 
 

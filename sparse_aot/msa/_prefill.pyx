@@ -307,6 +307,7 @@ cdef int _validate_schedule(Call call, Problem* p, Schedule schedule) except -1:
             cu_seqlens_k=call.to_host("cu_seqlens_k", &p.cu_seqlens_k),
             k2q_row_ptr=call.to_host("k2q_row_ptr", &p.row_ptr),
             k2q_q_indices=call.to_host("k2q_q_indices", &p.q_indices),
+            split_entries=call.to_host("schedule.split_entries", &entries).reshape(p.head_kv, p.total_q, p.topk),
             walk_blocks=call.to_host("schedule.walk_blocks", &elements).reshape(shape),
             walk_counts=call.to_host("schedule.walk_counts", &schedule.walk_counts_view),
             walk_flags=call.to_host("schedule.walk_flags", &schedule.walk_flags_view),

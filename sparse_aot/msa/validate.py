@@ -4,6 +4,8 @@ import numpy as np
 
 BLK_KV = 128
 WALK_ROWS = 128  # query rows of a group of the walk plan
+WALK_FINAL = 1 << 30  # in walk_counts: nothing of the group is left to the CSR's order
+WALKED = 1 << 30  # in split_entries: the entry is walked
 
 
 def check_cu_seqlens(name, cu_seqlens, total):
@@ -91,6 +93,7 @@ def check_schedule(
 
     Arrays are NumPy copies, those of the CSR as ``validate_attention`` takes them.
     """
+    split_entries = np.where(split_entries >= 0, split_entries & ~WALKED, split_entries)
     head_kv, total_q, topk = split_entries.shape
     head, entry = np.nonzero(np.arange(total_q * topk)[None, :] < k2q_row_ptr[:, -1:])
     words = qsplit_indices[head, entry]
@@ -117,36 +120,66 @@ def check_schedule(
     _check_items(items, cu_seqlens_q, number_rows(cu_seqlens_k), k2q_row_ptr, k2q_q_indices)
 
 
-def check_walk_plan(*, qhead_per_kv, cu_seqlens_k, k2q_row_ptr, k2q_q_indices, walk_blocks, walk_counts):
-    """Raise ``ValueError`` unless a schedule's walk plan has the unions of the blocks that groups of tokens select.
+def check_walk_plan(
+    *,
+    qhead_per_kv,
+    cu_seqlens_k,
+    k2q_row_ptr,
+    k2q_q_indices,
+    split_entries,
+    walk_blocks,
+    walk_counts,
+    walk_flags,
+    rest_indices,
+):
+    """Raise ``ValueError`` unless each entry of the CSR is walked by its group or left to the CSR's order, and once.
 
-    Arrays are NumPy copies of what ``Schedule`` describes. What the totals say decides the traversal, not the result.
+    Arrays are NumPy copies of what ``Schedule`` describes. Which entries are walked is a matter of speed alone.
     """
     tokens = WALK_ROWS // qhead_per_kv
-    cap, columns = walk_blocks.shape[2:]
+    groups = walk_counts.shape[1]
     head, entry = np.nonzero(np.arange(k2q_q_indices.shape[1])[None, :] < k2q_row_ptr[:, -1:])
     row = np.concatenate([np.repeat(np.arange(len(steps)), steps) for steps in np.diff(k2q_row_ptr, axis=1)])
-    token = k2q_q_indices[head, entry]
-    group = token // tokens
-    key = (head.astype(np.int64) * walk_counts.shape[1] + group) * k2q_row_ptr.shape[1] + row
-    unions, member = np.unique(key, return_inverse=True)  # ascending by row within a group
-    place, union_row = np.divmod(unions, k2q_row_ptr.shape[1])
-    counts = np.bincount(place, minlength=walk_counts.size)
-    if (np.minimum(counts, cap + 1).reshape(walk_counts.shape) != walk_counts).any():
-        raise ValueError("schedule.walk_counts: expected the number of blocks that each group's tokens select")
-    rank = np.arange(len(place)) - (counts.cumsum() - counts)[place]
-    listed = counts[place] <= cap
-    expected = np.zeros((walk_counts.size, cap, columns), np.uint32)
-    sequence, block = number_rows(cu_seqlens_k)
-    at = place[listed], rank[listed]
-    expected[(*at, 0)], expected[(*at, 1)] = sequence[union_row[listed]], block[union_row[listed]]
-    own = listed[member]
-    bit = (token - group * tokens)[own]
-    np.bitwise_or.at(
-        expected, (place[member[own]], rank[member[own]], 2 + bit // 32), np.uint32(1) << (bit % 32).astype(np.uint32)
-    )
-    if (expected.view(np.int32).reshape(walk_blocks.shape) != walk_blocks).any():
-        raise ValueError("schedule.walk_blocks: expected the blocks of each group, ascending by row, and their tokens")
+    token, left = k2q_q_indices[head, entry], rest_indices[head, entry]
+    used = np.zeros(rest_indices.shape, bool)
+    used[head, entry] = True
+    if (left[left != -1] != token[left != -1]).any() or (rest_indices[~used] != -1).any():
+        raise ValueError("schedule.rest_indices: expected the tokens of k2q_q_indices, and -1 for what is walked")
+    walked = left == -1
+    marked = np.zeros(rest_indices.shape, bool)
+    at = np.nonzero(split_entries >= 0)
+    marked[at[0], split_entries[at] & ~WALKED] = split_entries[at] & WALKED != 0
+    if (marked[head, entry] != walked).any():
+        raise ValueError("schedule.split_entries: expected 2^30 more where rest_indices is -1")
+
+    counts = walk_counts & ~WALK_FINAL
+    check_range("schedule.walk_counts, but for 2^30", counts, 0, walk_blocks.shape[2])
+    exists = np.arange(walk_blocks.shape[2]) < counts[..., None]
+    of_head, of_group, _ = np.nonzero(exists)
+    elements = walk_blocks[exists]
+    rows = number_rows(cu_seqlens_k)
+    batch = len(cu_seqlens_k)
+    number = np.searchsorted(rows[1] * batch + rows[0], elements[:, 1].astype(np.int64) * batch + elements[:, 0])
+    known = number < len(rows[0])
+    known[known] = (rows[0][number[known]] == elements[known, 0]) & (rows[1][number[known]] == elements[known, 1])
+    bits = np.unpackbits(np.ascontiguousarray(elements[:, 2:]).view(np.uint8), axis=1, bitorder="little")
+    element, member = np.nonzero(bits)
+    of_token = of_group[element] * tokens + member
+    got = np.stack([of_head[element], number[element], of_token])
+    wanted = np.stack([head[walked], row[walked], token[walked]])
+    same = known.all() and got.shape == wanted.shape
+    if not same or (got[:, np.lexsort(got)] != wanted[:, np.lexsort(wanted)]).any():
+        raise ValueError("schedule.walk_blocks: expected the entries that rest_indices leaves out, each in its group")
+
+    remains = np.zeros((len(k2q_row_ptr), groups), bool)
+    remains[head[~walked], token[~walked] // tokens] = True
+    final = walk_counts & WALK_FINAL != 0
+    if (final != ((counts > 0) & ~remains)).any():
+        raise ValueError("schedule.walk_counts: expected 2^30 more where a group walks and leaves nothing")
+    if (walk_flags != [(counts > 0).any(), remains.any(), (~final).any()]).any():
+        raise ValueError(
+            "schedule.walk_flags: expected whether any group walks, any entry is left, any group is not finished by it"
+        )
 
 
 def number_rows(cu_seqlens_k):

@@ -360,7 +360,8 @@ def refuse_overlap(call, message, **changes):
     [
         "q", "k", "v", "k2q_row_ptr", "k2q_q_indices", "cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k",
         "schedule.scheduler_metadata", "schedule.work_count", "schedule.qsplit_indices", "schedule.split_counts",
-        "schedule.split_entries", "schedule.walk_blocks", "schedule.walk_counts", "schedule.walk_totals",
+        "schedule.split_entries", "schedule.walk_blocks", "schedule.walk_counts", "schedule.walk_flags",
+        "schedule.rest_indices",
     ],
 )  # fmt: skip
 @on_stub

@@ -5,6 +5,7 @@ import pytest
 from stub_driver import DeviceArray, failing, launches, on_stub, recorded, torch_on_cuda
 
 from sparse_aot import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
+from sparse_aot.msa._csr_host import walk_rule
 
 CAPTURING = 0x10C  # the stub says so of streams whose handle ends in c
 SCHEDULE = ["schedule_count", "radix_scan", "schedule_fill"]
@@ -82,7 +83,7 @@ def test_with_total_rows_nothing_waits_and_scratch_is_one_allocation(return_sche
     build_k2q_csr(**arguments(foreign=True), return_schedule=return_schedule)
     assert operations()[-3:] == (SCHEDULE if return_schedule else operations()[-3:])
     assert not recorded("cuStreamSynchronize") and not recorded("cuMemcpy2DAsync") and not recorded("cuMemsetD32Async")
-    results = 11 if return_schedule else 2  # walk_totals twice
+    results = 11 if return_schedule else 2
     assert len(recorded("cuMemAllocAsync")) == results + 1
 
 
@@ -113,10 +114,10 @@ def test_empty_problems_are_filled_without_kernels(total_q, total_rows):
     assert row_ptr.shape == (2, total_rows + 1) and not row_ptr.any()
     assert (q_indices == -1).all() and (schedule.qsplit_indices == -1).all() and not schedule.split_counts.any()
     assert schedule.split_entries.shape == (2, total_q, 16)
-    groups = -(-total_q // 128)
-    assert schedule.walk_blocks.shape == (2, groups, 128, 6) and not schedule.walk_blocks.any()
-    assert schedule.walk_counts.shape == (2, groups) and not schedule.walk_counts.any()
-    assert schedule.walk_totals.tolist() == [0, 0]
+    if total_q:
+        assert schedule.walk_blocks.shape == (2, 1, 128, 6)
+        assert schedule.walk_counts.shape == (2, 1) and not schedule.walk_counts.any()
+        assert schedule.walk_flags.tolist() == [0, 0, 1] and (schedule.rest_indices == -1).all()
     for made in (schedule, prepared):
         assert (made.split_entries == -1).all()
         assert made.work_capacity == 0 and made.scheduler_metadata.shape == (0, 6) and made.work_count.tolist() == [0]
@@ -131,25 +132,28 @@ def test_the_walk_plan_is_made_of_unsorted_keys(g, tokens, words):
     groups = -(-3000 // tokens)
     assert launches()[2]["grid"] == [2 * groups, 1, 1]
     assert schedule.walk_blocks.shape == (2, groups, 128, 2 + words) and schedule.walk_counts.shape == (2, groups)
-    assert walk["keys"] == keys["keys"] and walk["walk_totals"] == rows["walk_totals"]
-    for name in ("walk_blocks", "walk_counts", "walk_totals"):
+    assert walk["keys"] == keys["keys"] and walk["values"] == keys["values"]
+    assert walk["walk_flags"] == rows["walk_flags"]
+    for name in ("walk_blocks", "walk_counts", "walk_flags"):
         assert walk[name] == getattr(schedule, name).data_ptr()
+    scattered = [launch["params"] for launch in launches() if launch["operation"] == "radix_scatter"]
+    assert scattered[-1]["rest_out"] == schedule.rest_indices.data_ptr() != 0
+    assert not any(params["rest_out"] for params in scattered[:-1])
     sizes = {name: walk[name] for name in ("size", "topk", "total_rows", "groups", "tokens_per_group")}
     assert list(sizes.values()) == [3000 * 16, 16, 1000, groups, tokens]
-    assert str(schedule.walk_totals.dtype) == "torch.int64"
+    assert (walk["walk_cost"], walk["walk_gain"]) == (5, 5)
 
 
 @on_stub
-def test_the_forward_keeps_its_totals_where_a_framework_converts_them():
-    *_, schedule = build_k2q_csr(**arguments(foreign=True), return_schedule=True)
-    (walk,) = (launch["params"] for launch in launches() if launch["operation"] == "walk_plan")
-    (copied,) = recorded("cuMemcpyDtoDAsync")
-    assert copied["source"] == walk["walk_totals"] and copied["bytes"] == 16
-    assert schedule.walk_totals.host.dtype == np.int32
-    freed = [free["pointer"] for free in recorded("cuMemFreeAsync")]
-    assert copied["target"] in freed and copied["source"] not in freed
-    del schedule
-    assert copied["source"] in [free["pointer"] for free in recorded("cuMemFreeAsync")]
+def test_fewer_groups_than_a_gpu_has_multiprocessors_have_no_plan():
+    before = walk_rule()
+    try:
+        *_, most = build_k2q_csr(**arguments(total_q=66 * 8 - 8), qhead_per_kv=16, return_schedule=True)
+        assert "walk_plan" not in operations() and most.walk_flags is most.rest_indices is None
+        *_, enough = build_k2q_csr(**arguments(total_q=66 * 8 - 7), qhead_per_kv=16, return_schedule=True)
+        assert "walk_plan" in operations() and enough.walk_counts.shape == (2, 66)
+    finally:
+        walk_rule(*before)
 
 
 @on_stub
@@ -164,7 +168,7 @@ def test_prepare_makes_slots_and_schedule_without_a_sort():
     collected, ordered = (launch["params"]["split_entries"] for launch in launches()[count : count + 2])
     assert collected == ordered == prepared.split_entries.data_ptr() != schedule.split_entries.data_ptr()
     (rows,) = (launch["params"] for launch in launches()[count:] if launch["operation"] == "csr_rows")
-    assert rows["walk_totals"] == 0 and prepared.walk_blocks is prepared.walk_counts is prepared.walk_totals is None
+    assert rows["walk_flags"] == 0 and prepared.walk_blocks is prepared.walk_counts is prepared.walk_flags is None
     assert prepared.qsplit_indices is schedule.qsplit_indices and prepared.split_counts is schedule.split_counts
 
 

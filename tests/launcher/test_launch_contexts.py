@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import gc
 import threading
 
 import pytest
@@ -211,20 +210,6 @@ def test_events_kept_after_a_call_are_the_primary_contexts():
     clear_log()
     call.run()
     assert {query["context"] for query in recorded("cuEventQuery")} == {PRIMARY}
-
-
-@on_stub
-def test_a_walk_plan_is_kept_until_the_forwards_that_read_it_are_done():
-    call = Call(foreign=True)
-    clear_log()
-    call.run()
-    (totals,) = (launch["params"]["walk_totals"] for launch in launches() if launch["operation"] == "fwd")
-    assert totals
-    del call.arguments["schedule"]
-    gc.collect()
-    assert totals not in [freed["pointer"] for freed in recorded("cuMemFreeAsync")]
-    Call(foreign=True)  # which lets go of what is done
-    assert totals in [freed["pointer"] for freed in recorded("cuMemFreeAsync")]
 
 
 # ---------------------------------------------------------------------------------------------- fewer multiprocessors

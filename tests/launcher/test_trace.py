@@ -48,7 +48,7 @@ def nvtx(tmp_path_factory):
 @pytest.mark.parametrize(
     "code, remark",
     [
-        ("call.run()", "walks if the totals of the walk plan say so, else block-outer"),
+        ("call.run()", "walks what the walk plan lists, the rest block-outer"),
         (
             "call.run(schedule=None)",
             "no schedule given, so it is made here; block-outer, the schedule has no walk plan",

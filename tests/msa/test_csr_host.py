@@ -4,14 +4,16 @@ import itertools
 
 import numpy as np
 import pytest
-from places import walks
+from places import planned
 from stub_driver import ImmutableArray
 
-from sparse_aot import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
+from sparse_aot import build_k2q_csr, prepare_sparse_fwd_schedule_and_split, sim
+from sparse_aot.msa._csr_host import walk_rule
 
 BLOCK = 128
 WALK_ROWS = 128  # query rows of a group
-WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_totals")
+WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_flags", "rest_indices")
+FINAL = WALKED = 1 << 30  # in walk_counts, and in split_entries
 NO_BLOCKS = (-1, -2, -(2**31), 2**31 - 1)
 
 
@@ -37,7 +39,9 @@ def arrays_of(schedule):
     assert schedule.enabled
     assert schedule.scheduler_metadata.shape == (schedule.work_capacity, 6)
     names = ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries")
-    return {name: getattr(schedule, name) for name in names} | {"target_q_per_cta": schedule.target_q_per_cta}
+    arrays = {name: getattr(schedule, name) for name in names} | {"target_q_per_cta": schedule.target_q_per_cta}
+    arrays["split_entries"] -= WALKED * ((arrays["split_entries"] >= 0) & (arrays["split_entries"] & WALKED != 0))
+    return arrays
 
 
 def prepare(csr, q2k, cu_q, cu_k, g, **changes):
@@ -95,43 +99,60 @@ def brute_force(q2k, cu_q, cu_k, total_rows, target, bucket_tokens):
     }
 
 
-def walk_plan(q2k, cu_q, cu_k, g):
-    """The walk plan's arrays, from the set of blocks of each group."""
+def walk_plan(q2k, cu_q, cu_k, g, csr, cost=5, gain=5):
+    """The walk plan's arrays, from the set of blocks of each group: what each group walks by the rule, in eighths."""
     head_kv, total_q, _ = q2k.shape
     tokens = WALK_ROWS // g
     groups, words = -(-total_q // tokens), -(-tokens // 32)
     blocks = np.zeros((head_kv, groups, 128, 2 + words), np.uint32)
     counts = np.zeros((head_kv, groups), np.int32)
+    rest = csr["k2q_q_indices"].copy()
+    entries = csr["split_entries"].copy()
     blocks_of = [-(-int(n) // BLOCK) for n in np.diff(cu_k)]
     sequence_of = {t: s for s in range(len(cu_q) - 1) for t in range(cu_q[s], cu_q[s + 1])}
-    blocks_total = entries_total = 0
     for head in range(head_kv):
         for group in range(groups):
-            bits = {}  # (block, sequence) -> tokens, as a bit field
+            bits = {}  # (block, sequence) -> tokens
             for t in range(min(tokens, total_q - group * tokens)):
                 token = group * tokens + t
                 sequence = sequence_of.get(token)
                 kept = set(q2k[head, token].tolist()) & set(range(0 if sequence is None else blocks_of[sequence]))
-                entries_total += len(kept)
-                for block in kept:
-                    bits[block, sequence] = bits.get((block, sequence), 0) | 1 << t
-            counts[head, group] = min(len(bits), 129)
-            blocks_total += len(bits) if len(bits) <= 128 else 1 << 40
-            for i, (block, sequence) in enumerate(sorted(bits) if len(bits) <= 128 else ()):
-                field = bits[block, sequence]
-                blocks[head, group, i] = [sequence, block, *(field >> 32 * w & 0xFFFFFFFF for w in range(words))]
+                for slot, block in enumerate(sorted(kept)):
+                    bits.setdefault((block, sequence), []).append((t, slot))
+            price = {row: 8 * len(members) for row, members in bits.items()}
+            prices = {
+                "none": sum(price.values()),
+                "all": cost * tokens * len(bits),
+                "some": sum(min(cost * tokens, eighths) for eighths in price.values()) + gain * tokens,
+            }
+            if not bits or len(bits) > 128 or prices["none"] <= min(prices["all"], prices["some"]):
+                walked = []
+            elif prices["all"] <= prices["some"]:
+                walked = sorted(bits)
+            else:
+                walked = sorted(row for row in bits if price[row] > cost * tokens)
+            counts[head, group] = len(walked) + (FINAL if walked and len(walked) == len(bits) else 0)
+            for i, row in enumerate(walked):
+                field = sum(1 << t for t, _ in bits[row])
+                blocks[head, group, i] = [row[1], row[0], *(field >> 32 * w & 0xFFFFFFFF for w in range(words))]
+                for t, slot in bits[row]:
+                    rest[head, entries[head, group * tokens + t, slot]] = -1
+                    entries[head, group * tokens + t, slot] |= WALKED
+    left = (rest >= 0).any()
     return {
         "walk_blocks": blocks.view(np.int32),
         "walk_counts": counts,
-        "walk_totals": np.array([blocks_total, entries_total], np.int64),
+        "walk_flags": np.array([counts.any(), left, (counts & FINAL == 0).any()], np.int32),
+        "rest_indices": rest,
+        "split_entries": entries,
     }
 
 
 def assert_walk_plan(schedule, want):
-    for name in WALK_ARRAYS:
+    for name, array in want.items():
         got = getattr(schedule, name)
-        assert got.dtype == want[name].dtype
-        np.testing.assert_array_equal(got, want[name], name)
+        assert got.dtype == array.dtype
+        np.testing.assert_array_equal(got, array, name)
 
 
 def assert_equal(got, want):
@@ -185,8 +206,22 @@ def test_schedule_of_a_csr_equals_the_one_made_with_it(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_walk_plan_equals_brute_force(seed):
     q2k, cu_q, cu_k, total_rows, g = random_case(seed)
-    _, _, schedule = build(q2k, cu_q, cu_k, total_rows=total_rows, qhead_per_kv=g, return_schedule=True)
-    assert_walk_plan(schedule, walk_plan(q2k, cu_q, cu_k, g))
+    if seed % 2:
+        q2k[:, :, : q2k.shape[2] // 2] = q2k[:, :1, : q2k.shape[2] // 2]  # much that all share
+    csr = build_csr_only(q2k, cu_q, cu_k, total_rows, g)
+    for cost, gain in ((5, 5), (0, 0), (9, 0), (4, 0), (8, 1), (2, 20)):
+        before = walk_rule(cost, gain, 0)
+        try:
+            _, _, schedule = build(q2k, cu_q, cu_k, total_rows=total_rows, qhead_per_kv=g, return_schedule=True)
+        finally:
+            walk_rule(*before)
+        assert_walk_plan(schedule, walk_plan(q2k, cu_q, cu_k, g, csr, cost, gain))
+
+
+def build_csr_only(q2k, cu_q, cu_k, total_rows, g):
+    """What the same selection gives where nothing is walked."""
+    with planned("csr"):
+        return build_all(q2k, cu_q, cu_k, total_rows=total_rows, qhead_per_kv=g)
 
 
 @pytest.mark.parametrize("g", [1, 2, 4, 8, 16])
@@ -199,11 +234,27 @@ def test_a_union_has_up_to_128_blocks(distinct, g):
     first[:distinct] = rng.permutation(300)[:distinct]
     first[distinct:] = first[0]
     cu_q, cu_k = offsets([total_q]), offsets([300 * BLOCK])
-    _, _, schedule = build(q2k, cu_q, cu_k, qhead_per_kv=g, return_schedule=True)
-    want = walk_plan(q2k, cu_q, cu_k, g)
-    assert want["walk_counts"][0, 0] == min(distinct, 129)
-    assert_walk_plan(schedule, want)
-    assert (schedule.walk_totals[0] >= 1 << 40) == (distinct > 128)
+    csr = build_csr_only(q2k, cu_q, cu_k, 300, g)
+    with planned("walk"):
+        _, _, schedule = build(q2k, cu_q, cu_k, total_rows=300, qhead_per_kv=g, return_schedule=True)
+    assert schedule.walk_counts[0, 0] == (distinct | FINAL if distinct <= 128 else 0)
+    assert_walk_plan(schedule, walk_plan(q2k, cu_q, cu_k, g, csr, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "members, others, walked",
+    [(5, 0, 0), (6, 0, 8 | FINAL), (8, 0, 8 | FINAL), (8, 1, 9 | FINAL), (8, 2, 8), (5, 3, 0), (6, 9, 8)],
+)
+def test_what_pays_is_walked(members, others, walked):
+    """A block costs five eighths of an entry for each of the eight tokens; to leave something costs as much once more.
+
+    ``members`` of the tokens select eight blocks; each of ``others`` blocks is selected by one."""
+    q2k = np.full((1, 8, 32), -1, np.int32)
+    q2k[0, :members, :8] = np.arange(8)
+    for i in range(others):
+        q2k[0, i % 8, 8 + i // 8] = 8 + i
+    _, _, schedule = build(q2k, offsets([8]), offsets([200 * BLOCK]), qhead_per_kv=16, return_schedule=True)
+    assert schedule.walk_counts.tolist() == [[walked]]
 
 
 def test_only_the_build_makes_a_walk_plan():
@@ -213,10 +264,19 @@ def test_only_the_build_makes_a_walk_plan():
     assert all(getattr(made, name) is None for made in (schedule, disabled) for name in WALK_ARRAYS)
 
 
-def test_when_the_forward_walks():
-    assert walks(7, 40, 8) and not walks(7, 39, 8)  # 7 * 8 * 5 = 40 * 7
-    assert not walks(0, 0, 128) and walks(0, 1, 128)
-    assert not walks(1 << 40, 1 << 59, 8) and not walks(-1, 100, 8) and not walks(1, -1, 8)
+def test_few_groups_and_architectures_that_do_not_walk_have_no_plan(monkeypatch):
+    def planned_for(groups):
+        q2k = np.zeros((2, groups * 8, 4), np.int32)
+        *_, schedule = build(q2k, offsets([groups * 8]), offsets([300]), qhead_per_kv=16, return_schedule=True)
+        return [getattr(schedule, name) is not None for name in WALK_ARRAYS]
+
+    before = walk_rule()
+    try:
+        assert planned_for(66) == [True] * 4 and planned_for(65) == [False] * 4
+    finally:
+        walk_rule(*before)
+    monkeypatch.setattr(sim, "options", sim.Options(arch="sm_100f"))
+    assert planned_for(66) == [False] * 4
 
 
 @pytest.mark.parametrize("batch", [1, 2, 31, 32, 33, 4096])
@@ -262,7 +322,10 @@ def test_empty_sequences(lens_q, lens_k):
     got = build_all(q2k, cu_q, cu_k)
     assert_equal(got, brute_force(q2k, cu_q, cu_k, count_rows(cu_k), got["target_q_per_cta"], 128))
     _, _, schedule = build(q2k, cu_q, cu_k, qhead_per_kv=8, return_schedule=True)
-    assert_walk_plan(schedule, walk_plan(q2k, cu_q, cu_k, 8))
+    if len(q2k[0]):
+        assert_walk_plan(schedule, walk_plan(q2k, cu_q, cu_k, 8, got))
+    else:
+        assert schedule.walk_flags is None
 
 
 def test_strides_of_q2k_are_honoured():

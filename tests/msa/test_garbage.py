@@ -19,7 +19,7 @@ from reference import make_case
 
 TIMEOUT_S = 150
 INPUTS = ("q2k", "cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "row_ptr", "q_indices")
-WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_totals")
+WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_flags", "rest_indices")
 SCHEDULE_ARRAYS = (
     "scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries", *WALK_ARRAYS,
 )  # fmt: skip
@@ -37,8 +37,7 @@ def case_of(place, lens_q, lens_k, **options):
 
 
 def scramble(tensor, kind):
-    """Overwrites int32 values in place, halves where they are int64; ``near`` shifts some values slightly."""
-    tensor = tensor.view(torch.int32)
+    """Overwrites int32 values in place; ``near`` shifts some values slightly."""
     if kind == "random":
         tensor.random_(-(2**31), 2**31 - 1)
     elif kind == "huge":
@@ -63,14 +62,15 @@ def run_scenario(place, scenario, layout):
             return
         scramble(getattr(case, target), kind)
     rows = {"total_rows too small": 3, "total_rows too large": case.total_rows + 500}.get(target, case.total_rows)
-    row_ptr, q_indices, schedule = build(case, total_rows=rows)
+    traversal = "mixed" if target in WALK_ARRAYS and "mixed" in place.traversals else None
+    row_ptr, q_indices, schedule = build(case, traversal, total_rows=rows)
     if target == "row_ptr":
         scramble(row_ptr, kind)
     elif target == "q_indices":
         scramble(q_indices, kind)
     elif target in SCHEDULE_ARRAYS:
-        if target in WALK_ARRAYS:
-            schedule.walk_totals.copy_(torch.tensor([0, 1]))  # the forward walks
+        if getattr(schedule, target) is None:  # an architecture that does not walk
+            return
         scramble(getattr(schedule, target), kind)
     for with_schedule in (without_digest(schedule), None):
         out = Guarded(case.q.shape, torch.bfloat16, place.device)
@@ -168,12 +168,18 @@ def test_no_garbage_in_a_walk_plan_faults_or_hangs(simulated, seed, g):
     def change(row_ptr, q_indices, schedule):
         corrupt(schedule.walk_blocks, 0.1, rng)
         corrupt(schedule.walk_counts, 0.3, rng)
+        corrupt(schedule.rest_indices, 0.3, rng)
+        corrupt(schedule.split_entries, 0.2, rng)
+        corrupt(schedule.walk_flags, seed % 2, rng)
         corrupt(case.cu_seqlens_q, 0.3, rng)
 
-    case = case_of(simulated, *LENS, qhead_per_kv=g)
-    corrupt(case.page_table, 0.3, rng)
-    with simulated.opened(seed=seed):
-        run(case, "walk", change=change, partial_dtype=PARTIALS[seed % 2], temperature=0.7)
+    if "walk" not in simulated.traversals:
+        pytest.skip("its forward does not walk")
+    for traversal in ("walk", "mixed"):
+        case = case_of(simulated, *LENS, qhead_per_kv=g)
+        corrupt(case.page_table, 0.3, rng)
+        with simulated.opened(seed=seed):
+            run(case, traversal, change=change, partial_dtype=PARTIALS[seed % 2], temperature=0.7)
 
 
 @pytest.mark.parametrize("seed, g", [*enumerate(G)])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from places import attend, build, check, force, run
+from places import attend, build, check, run
 from reference import BLOCK, make_case
 
 G = (1, 2, 4, 8, 16)
@@ -161,8 +161,7 @@ def test_a_flat_sequence_has_no_more_keys_than_its_own(place, used, causal):
 def test_keys_past_the_end_of_a_flat_tensor_are_not_there(place, missing):
     for traversal in place.traversals:
         case = case_of(place, causal=True)
-        plan = build(case)
-        force(plan[2], traversal)
+        plan = build(case, traversal)
         storage_k, storage_v = case.k.clone(), case.v.clone()
         storage_k[-missing:] = storage_v[-missing:] = torch.nan
         case.k, case.v = storage_k[:-missing], storage_v[:-missing]

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from calls import Call
 from host_calls import CU_SEQLENS_K, CU_SEQLENS_Q, HEAD_KV, TOPK, TOTAL_Q, G, attend, build
-from places import needs_simulator
-from stub_driver import DeviceArray, on_stub, run_python
+from places import needs_simulator, planned
+from stub_driver import on_stub, run_python
 
 from sparse_aot import Schedule, build_k2q_csr, prepare_sparse_fwd_schedule_and_split, sparse_atten_func
 from sparse_aot.msa._schedule import _restore
 from sparse_aot.msa.validate import check_schedule, check_walk_plan
 
 ARRAYS = ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts", "split_entries")
-WALK_PLAN = ("walk_blocks", "walk_counts", "walk_totals")
+WALK_PLAN = ("walk_blocks", "walk_counts", "walk_flags", "rest_indices")
 NUMBERS = ("enabled", "target_q_per_cta", "work_capacity", "qhead_per_kv", "total_rows", "batch", "csr_digest")
 
 
@@ -261,38 +261,41 @@ def test_a_restored_schedule_notices_that_an_array_was_resized():
         call.run(schedule=schedule)
 
 
-@on_stub
-def test_a_schedule_whose_totals_are_no_array_says_why_it_cannot_be_pickled():
-    """JAX may have int32 of them; without a walk plan there are none."""
-    q2k, cu_q, cu_k = (DeviceArray(array) for array in (np.zeros((2, 20, 4), np.int32), CU_SEQLENS_Q, CU_SEQLENS_K))
-    schedule = build_k2q_csr(q2k, cu_q, cu_k, total_k=300, total_rows=4, return_schedule=True)[2]
-    assert copy.copy(schedule) is schedule
-    for refused in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(
-            TypeError, match="Schedule with a walk plan in arrays of type DeviceArray cannot be pickled"
-        ):
-            refused(schedule)
-
-
-def walk_plan(seed, **options):
+def walk_plan(traversal, seed, **options):
     """The arguments of ``check_walk_plan`` for a schedule as it is made."""
-    row_ptr, q_indices, schedule = build(seed, **options)
-    return {
-        "qhead_per_kv": schedule.qhead_per_kv, "cu_seqlens_k": CU_SEQLENS_K, "k2q_row_ptr": row_ptr,
-        "k2q_q_indices": q_indices, "walk_blocks": schedule.walk_blocks, "walk_counts": schedule.walk_counts,
-    }  # fmt: skip
+    with planned(traversal):
+        row_ptr, q_indices, schedule = build(seed, **options)
+    names = ("split_entries", *WALK_PLAN)
+    arrays = {name: getattr(schedule, name) for name in names}
+    csr = {"cu_seqlens_k": CU_SEQLENS_K, "k2q_row_ptr": row_ptr, "k2q_q_indices": q_indices}
+    return csr | arrays | {"qhead_per_kv": schedule.qhead_per_kv}
+
+
+PLAN_DAMAGE = {
+    "a sequence": (lambda a: a["walk_blocks"][0, 0, 0].__setitem__(0, 77), "walk_blocks: expected the entries"),
+    "a block": (lambda a: a["walk_blocks"][0, 0, 0].__setitem__(1, 1 << 30), "walk_blocks: expected the entries"),
+    "a token": (lambda a: a["walk_blocks"][0, 0, 0, 2:].__ixor__(1), "walk_blocks: expected the entries"),
+    "a block less": (lambda a: a["walk_counts"][0].__isub__(1), "walk_blocks: expected the entries"),
+    "a count": (lambda a: a["walk_counts"][0].fill(129), "walk_counts, but for"),
+    "nothing left": (lambda a: a["walk_counts"][0].__ixor__(1 << 30), "walk_counts: expected"),
+    "a flag": (lambda a: a["walk_flags"].__ixor__(1), "walk_flags: expected whether"),
+    "another token": (lambda a: a["rest_indices"].fill(1), "rest_indices: expected the tokens"),
+    "a mark": (lambda a: a["split_entries"].__ixor__(1 << 30), "split_entries: expected"),
+}
 
 
 @pytest.mark.parametrize("options", [{}, {"total_rows": 9}, {"qhead_per_kv": 1}, {"qhead_per_kv": 16}], ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_validation_takes_a_walk_plan_as_it_is_made_and_no_other(seed, options):
-    check_walk_plan(**walk_plan(seed, **options))
-    for column in range(3):  # a sequence, a block, tokens
-        arrays = walk_plan(seed, **options)
-        arrays["walk_blocks"][0, 0, 0, column] ^= 1
-        with pytest.raises(ValueError, match=r"^schedule\.walk_blocks: expected the blocks of each group"):
-            check_walk_plan(**arrays)
-    arrays = walk_plan(seed, **options)
-    arrays["walk_counts"][-1, -1] += 1
-    with pytest.raises(ValueError, match=r"^schedule\.walk_counts: expected the number of blocks"):
+@pytest.mark.parametrize("traversal", ["csr", "mixed", "walk", None])
+def test_validation_takes_a_walk_plan_as_it_is_made(traversal, options):
+    for seed in range(3):
+        check_walk_plan(**walk_plan(traversal, seed, **options))
+
+
+@pytest.mark.parametrize("what", PLAN_DAMAGE)
+def test_validation_names_what_is_wrong_in_a_walk_plan(what):
+    damage, message = PLAN_DAMAGE[what]
+    arrays = walk_plan("walk", 0)
+    assert arrays["walk_counts"].all()
+    damage(arrays)
+    with pytest.raises(ValueError, match=f"^schedule.({message})"):
         check_walk_plan(**arrays)

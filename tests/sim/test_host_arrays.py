@@ -62,13 +62,13 @@ def results(case):
     """Every array that the functions return, by name; of the schedule's items only those that exist."""
     plan = build(case)
     out, lse, lse_temperature = attend(case, plan, temperature=0.7, partial_dtype="bfloat16")
-    names = ("qsplit_indices", "split_counts", "split_entries", "walk_blocks", "walk_counts", "walk_totals")
+    names = ("qsplit_indices", "split_counts", "split_entries", "walk_counts", "walk_flags", "rest_indices")
     return {
         "k2q_row_ptr": plan[0],
         "k2q_q_indices": plan[1],
         "scheduler_metadata": plan[2].scheduler_metadata,
         "work_count": plan[2].work_count,
-        **{name: getattr(plan[2], name) for name in names},
+        **{name: getattr(plan[2], name) for name in names if getattr(plan[2], name) is not None},
         "out": out,
         "lse": lse,
         "lse_temperature": lse_temperature,
