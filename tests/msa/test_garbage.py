@@ -167,7 +167,7 @@ def test_no_garbage_in_a_walk_plan_faults_or_hangs(simulated, seed, g):
 
     def change(row_ptr, q_indices, schedule):
         corrupt(schedule.walk_blocks, 0.1, rng)
-        corrupt(schedule.walk_counts, 0.3, rng)
+        corrupt(schedule.walk_counts, 0.1, rng)
         corrupt(schedule.rest_indices, 0.3, rng)
         corrupt(schedule.split_entries, 0.2, rng)
         corrupt(schedule.walk_flags, seed % 2, rng)
@@ -175,11 +175,10 @@ def test_no_garbage_in_a_walk_plan_faults_or_hangs(simulated, seed, g):
 
     if "walk" not in simulated.traversals:
         pytest.skip("its forward does not walk")
-    for traversal in ("walk", "mixed"):
-        case = case_of(simulated, *LENS, qhead_per_kv=g)
-        corrupt(case.page_table, 0.3, rng)
-        with simulated.opened(seed=seed):
-            run(case, traversal, change=change, partial_dtype=PARTIALS[seed % 2], temperature=0.7)
+    case = case_of(simulated, *LENS, qhead_per_kv=g)
+    corrupt(case.page_table, 0.3, rng)
+    with simulated.opened(seed=seed):
+        run(case, ("walk", "mixed")[seed % 2], change=change, partial_dtype=PARTIALS[seed % 2], temperature=0.7)
 
 
 @pytest.mark.parametrize("seed, g", [*enumerate(G)])

