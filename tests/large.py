@@ -147,12 +147,9 @@ class LargeCall:
         }
 
     def _of_combine(self):
-        """The same for combine, which knows how many entries a head has from the number of tokens alone."""
-        entries = self.moved["head_partials"]
-        total_q = entries // self.case.topk
-        split_entries = within(self.plan[2].split_entries, (self.head_kv, total_q, self.case.topk))
+        """The same for combine."""
         partials = {name: self.moved[name] for name in self.moved if name.startswith("partial")}
-        return partials | {"total_q": total_q, "split_entries": split_entries, "head_partials": entries}
+        return partials | {"head_partials": self.moved["head_partials"]}
 
     def _items(self, grid):
         """The schedule's items: those that CTAs start with, and the others, which they claim."""
@@ -212,8 +209,8 @@ def beside(memory, tensors):
 # CSR and schedule -----------------------------------------------------------------------------------------------------
 
 BY_HEAD = (
-    "keys", "values", "keys_in", "values_in", "keys_out", "values_out", "indices_out", "entries_out", "q_indices",
-    "qsplit_indices", "split_entries",
+    "keys", "values", "keys_in", "values_in", "keys_out", "values_out", "indices_out", "entries_out", "rest_out",
+    "q_indices", "qsplit_indices", "split_entries",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ When a kernel is loaded, each name in its manifest entry is resolved to a slot o
 differ in what they take. A launch fills what the family has, whatever the kernel takes of it:
 
     cdef Kernel kernel = get_kernel(call.device, "combine", {"partial": "bfloat16", "topk": 16})     first use loads
-    if kernel.takes("walk_totals"): ...
+    if kernel.takes("walk_flags"): ...
     kernel.launch(call, work, <int64_t*>&values, maps)   grid = ceil(work / work_per_cta), or one CTA a multiprocessor
 
 The driver reads as many bytes of a slot as the parameter has. get_kernel builds a dict key: where host time counts,

@@ -1,13 +1,15 @@
-"""The other traversal of the Hopper forward: where neighbouring tokens share most of their blocks, walk their union.
+"""The other traversal of the Hopper forward: a group of neighbouring tokens walks the blocks that most of it shares.
 
-A work item is a KV head and a group of 128 query rows, 64 a consumer warpgroup. K and V of every block that one of the
-group's tokens selects stream past both; a token's rows see a block only if its membership bit is set. The softmax is
-online, O stays in registers, and the finished rows go to the output: no partials, and combine has nothing to do.
-Rings and barriers are those of sm90_prefill.py. O lives through the loop beside S and P, so the third consumer
-warpgroup gives its registers away: 232 for each of the other two, 24 for a producer (with G 1: 224 and 40).
+A work item is a KV head and a group of 128 query rows, 64 a consumer warpgroup. K and V of every block that the walk
+plan lists for the group stream past both; a token's rows see a block only if its membership bit is set. The softmax is
+online, O stays in registers, and the rows go to the output or, where the plan leaves something of the group to the
+CSR's order, to one partial result a token.
+While a block's weights are multiplied with its V, the next block's scores are computed, and its softmax under that; the
+consumers take turns at issuing products. K's place is free one step before V's. O lives through the loop beside S and
+P: 232 registers a consumer thread, 24 for a producer (with G < 8: 224 and 40). The third warpgroup, with 24, guards rows
+that see nothing of a block from what its V holds.
 Budget of a step of a tile: the tile's of sm90_prefill.py without Q and O; a rescaling of O (64 multiplications a
-thread) is skipped where no maximum of the warp moved, and so is setting O aside (into the registers that S has left)
-for rows that see nothing of the block: they must not take part, whatever bytes stand there.
+thread) is skipped where no maximum of the warp moved.
 """
 
 from typing import Any, NamedTuple
