@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from aot.configs.msa import HEADS_PER_KV, PARTIAL_DTYPES  # noqa: E402
 from sparse_aot import build_k2q_csr, sparse_atten_func  # noqa: E402
+from sparse_aot.msa._csr_host import walk_rule  # noqa: E402
 
 RECORD = ROOT / "tests" / "data" / "h200.npz"
 TEMPERATURE = 0.7
@@ -29,8 +30,8 @@ Results = dict[str, np.ndarray]
 def cases() -> Iterator[tuple[str, dict]]:
     """The name of each case, and what ``results`` takes.
 
-    Where queries select scattered blocks, the forward takes these block by block and writes partial results. Where they
-    select the same blocks, it walks the union and writes none, so their dtype changes nothing.
+    Where queries select scattered blocks, the forward is to take these block by block and writes partial results. Where
+    they select the same blocks, it is to walk the union and writes none, so their dtype changes nothing.
     """
     for g in HEADS_PER_KV:
         for partial in PARTIAL_DTYPES:
@@ -56,9 +57,13 @@ def results(g: int, scattered: bool, partial_dtypes: tuple[str, ...], device: st
 
     q, k, v = normal(total_q, g, 128), normal(total_k, 1, 128), normal(total_k, 1, 128)
     cu_q, cu_k = int32(cu_seqlens_q), int32(cu_seqlens_k)
-    row_ptr, q_indices, schedule = build_k2q_csr(
-        int32(q2k), cu_q, cu_k, total_k=total_k, qhead_per_kv=g, return_schedule=True
-    )
+    before = walk_rule(9, 0, 0) if scattered else walk_rule(0, 0, 0)  # walk nothing, or everything
+    try:
+        row_ptr, q_indices, schedule = build_k2q_csr(
+            int32(q2k), cu_q, cu_k, total_k=total_k, qhead_per_kv=g, return_schedule=True
+        )
+    finally:
+        walk_rule(*before)
 
     def attend(partial: str, temperature: float) -> list[torch.Tensor]:
         arrays = sparse_atten_func(
