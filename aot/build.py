@@ -258,6 +258,7 @@ def _manifest_entry(configuration: Configuration, compiled: Compiled) -> dict[st
         "registers": cubin.registers,
         "spill_bytes": cubin.stack_bytes,
         "work_per_cta": launch["work_per_cta"],
+        "cluster": launch["cluster"],
         "pdl": launch["pdl"],
     }
 

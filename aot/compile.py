@@ -79,6 +79,7 @@ def _launch(kernel: Kernel) -> dict[str, Any]:
         "threads": kernel.threads,
         "smem_bytes": kernel.smem_bytes,
         "work_per_cta": kernel.work_per_cta,
+        "cluster": kernel.cluster,
         "pdl": kernel.pdl,
     }
 

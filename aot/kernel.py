@@ -86,6 +86,7 @@ class Kernel:
     smem_bytes: int = 0
     work_per_cta: int = 0  # the grid is ceil(work / work_per_cta); 0: persistent, one CTA per multiprocessor
     min_blocks_per_mp: int = 0  # a bound for the register allocation; needed with setmaxnreg
+    cluster: int = 1  # CTAs of a cluster, which the grid is a multiple of
     pdl: bool = False  # launched with programmatic stream serialization: the kernel waits for its predecessor itself
 
     @property
@@ -110,7 +111,11 @@ class Kernel:
         maps = tuple(tensor_map.create() for tensor_map in self.maps.values())
         operands = (maps, p) if self.maps else (p,)
         self.kernel(*operands).launch(
-            grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, min_blocks_per_mp=self.min_blocks_per_mp
+            grid=(self.cluster, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
+            smem=self.smem_bytes,
+            min_blocks_per_mp=self.min_blocks_per_mp,
         )
 
     def compile(self, symbol: str, arch: str, dump_dir: Path) -> None:

@@ -208,6 +208,7 @@ def run(entry, grid, params, memory):
         entry["symbol"],
         grid=grid,
         block=entry["threads"],
+        cluster=(entry["cluster"], 1, 1),
         smem=entry["smem_bytes"],
         params=params,
         memory=memory,

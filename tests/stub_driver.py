@@ -120,7 +120,7 @@ def write_bundle(folder):
                 boxes = {"q_map": [64, rows, 2, g // rows, 1], "k_map": [64, 128, 2, 1, 1], "v_map": [64, 128, 2, 1, 1]}
                 # Tensor maps are aligned in the constant bank, whose parameters start 16 bytes past a multiple of 64.
                 entry = _entry(folder, "sm_90a", name, "fwd", options, FORWARD_PARAMS, 48, boxes)
-                entries.append(entry | {"threads": 512, "smem_bytes": 220000, "work_per_cta": 0, "pdl": False})
+                entries.append(entry | {"threads": 512, "smem_bytes": 220000, "work_per_cta": 0, "cluster": 1, "pdl": False})
     for arch in ("sm_90a", "sm_100f"):
         for partial in PARTIAL_DTYPES:
             for topk in TOPK:
@@ -128,12 +128,12 @@ def write_bundle(folder):
                 entry = _entry(
                     folder, arch, f"combine-p{partial}-topk{topk}", "combine", options, COMBINE_PARAMS, 0, {}
                 )
-                entries.append(entry | {"threads": 128, "smem_bytes": 0, "work_per_cta": 8, "pdl": True})
+                entries.append(entry | {"threads": 128, "smem_bytes": 0, "work_per_cta": 8, "cluster": 1, "pdl": True})
         for operation, params in _other_kernels().items():
             for options in ({}, *({"topk": topk} for topk in TOPK)):
                 name = operation + "".join(f"-topk{topk}" for topk in options.values())
                 entry = _entry(folder, arch, name, operation, options, params, 0, {})
-                entries.append(entry | {"threads": 256, "smem_bytes": 0, "work_per_cta": 1, "pdl": False})
+                entries.append(entry | {"threads": 256, "smem_bytes": 0, "work_per_cta": 1, "cluster": 1, "pdl": False})
     write_manifest(folder, entries)
     return folder
 

@@ -70,6 +70,7 @@ _CSR_AND_SCHEDULE = {
     "csr_row_ptr": ("aot.kernels.msa.smxx_csr:CsrRowPtr", False),
     "csr_collect": ("aot.kernels.msa.smxx_csr:CsrCollect", False),
     "csr_split": ("aot.kernels.msa.smxx_csr:CsrSplit", True),
+    "chunk_csr": ("aot.kernels.msa.smxx_chunk:ChunkCsr", True),
     "walk_plan": ("aot.kernels.msa.smxx_walk_plan:WalkPlan", False),
     "radix_count": ("aot.kernels.msa.smxx_sort:RadixCount", False),
     "radix_scan": ("aot.kernels.msa.smxx_sort:RadixScan", False),

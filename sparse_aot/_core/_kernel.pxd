@@ -49,6 +49,7 @@ cdef class Kernel:
     cdef unsigned int threads
     cdef unsigned int smem_bytes
     cdef int64_t work_per_cta
+    cdef unsigned int cluster
     cdef bint pdl
     cdef frozenset names  # of its parameters
     cdef int count  # of its parameters

@@ -187,6 +187,7 @@ cdef Kernel _describe(dict entry, Device device):
     kernel.threads = entry["threads"]
     kernel.smem_bytes = entry["smem_bytes"]
     kernel.work_per_cta = entry["work_per_cta"]
+    kernel.cluster = entry["cluster"]
     kernel.pdl = entry["pdl"]
     kernel.names = frozenset([param["name"] for param in entry["params"]])
     memset(kernel.maps, 0, sizeof(kernel.maps))
@@ -222,26 +223,34 @@ cdef class Kernel:
     ) except? cydriver.CUDA_ERROR_NOT_FOUND nogil:
         cdef void* params[MAX_PARAMS]
         cdef cydriver.CUlaunchConfig config
-        cdef cydriver.CUlaunchAttribute attribute
+        cdef cydriver.CUlaunchAttribute[2] attributes
+        cdef cydriver.CUlaunchAttribute* attribute = attributes
         if tracing:
             with gil:
                 self.trace(call, work)
         self.gather(values, maps, params)
-        if not self.pdl:
+        if not self.pdl and self.cluster == 1:
             return cydriver.cuLaunchKernel(
                 self.function, self.grid(call, work), 1, 1, self.threads, 1, 1, self.smem_bytes, call.stream, params, NULL
             )
         memset(&config, 0, sizeof(config))
-        memset(&attribute, 0, sizeof(attribute))
+        memset(attributes, 0, sizeof(attributes))
         config.gridDimX = self.grid(call, work)
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX = self.threads
         config.sharedMemBytes = self.smem_bytes
         config.hStream = call.stream
-        config.attrs = &attribute
-        config.numAttrs = 1
-        attribute.id = cydriver.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
+        if self.pdl:
+            attribute.id = cydriver.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attribute += 1
+        if self.cluster > 1:
+            attribute.id = cydriver.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = self.cluster
+            attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+            attribute += 1
+        config.attrs = attributes
+        config.numAttrs = <unsigned int>(attribute - attributes)
         return cydriver.cuLaunchKernelEx(&config, self.function, params, NULL)
 
     cdef int launch(self, Call call, int64_t work, const int64_t* values, cydriver.CUtensorMap* maps) except -1:

@@ -26,9 +26,16 @@ _CONFIGURATION = {
     "threads": int,
     "smem_bytes": int,
     "work_per_cta": int,
+    "cluster": int,
     "pdl": bool,
 }
-_LIMITS = {"size": (1, 2**31 - 1), "threads": (1, 1024), "smem_bytes": (0, 227 * 1024), "work_per_cta": (0, 2**31 - 1)}
+_LIMITS = {
+    "size": (1, 2**31 - 1),
+    "threads": (1, 1024),
+    "smem_bytes": (0, 227 * 1024),
+    "work_per_cta": (0, 2**31 - 1),
+    "cluster": (1, 8),
+}
 _FILE = re.compile(r"([A-Za-z0-9_][\w.-]*/)*[A-Za-z0-9_][\w.-]*", re.ASCII)  # below the bundle's folder
 _PARAM = {"name": str, "kind": str, "offset": int, "size": int}
 _TENSOR_MAP = {"dtype": str, "swizzle": int, "box": list}

@@ -61,6 +61,11 @@ cdef enum:
     ROW_TILE = 256
     SCAN_DIGITS = 32
     MAX_DIGIT_BITS = 11
+    # What ChunkCsr (smxx_chunk.py) takes, in place of all kernels up to ScheduleFill.
+    CHUNK_CTAS = 8  # of a KV head
+    CHUNK_TOKENS = 2048
+    CHUNK_ROWS = 3584
+    CHUNK_SEQUENCES = 256
 
 
 # The kernels ----------------------------------------------------------------------------------------------------------
@@ -86,6 +91,7 @@ cdef class Operation:
         return kernel.launch(call, work, <int64_t*>values, NULL)
 
 
+cdef Operation CHUNK_CSR = Operation("chunk_csr")
 cdef Operation CSR_ROWS = Operation("csr_rows")
 cdef Operation CSR_KEYS = Operation("csr_keys")
 cdef Operation WALK_PLAN = Operation("walk_plan")
@@ -151,6 +157,54 @@ cdef void add_rows(Scratch scratch, Values* v, const Shape* shape) noexcept:
     scratch.add(&v.row_block, shape.total_rows)
 
 
+cdef bint _chunks = True
+
+
+def take_chunks(bint taken):
+    """Whether ChunkCsr takes what it can, for measurements and tests; what it was."""
+    global _chunks
+    before = _chunks
+    _chunks = taken
+    return before
+
+
+cdef bint is_chunk(const Shape* shape, const Plan* plan) noexcept:
+    """Whether ChunkCsr takes a selection: one with room in its shared memory, and without a walk plan."""
+    return (
+        _chunks
+        and shape.total_q <= CHUNK_TOKENS
+        and shape.total_rows <= CHUNK_ROWS
+        and shape.batch <= CHUNK_SEQUENCES
+        and (plan is NULL or plan.groups == 0)
+    )
+
+
+cdef int launch_chunk(Call call, Values* v, const Shape* shape, const Plan* plan) except -1:
+    """The launches of build_k2q_csr for a chunk; ``plan`` NULL: no schedule."""
+    cdef Scratch scratch = Scratch()
+    cdef int64_t buckets = 1 if plan is NULL else plan.buckets
+    scratch.add(&v.row_sequence, shape.total_rows)
+    scratch.add(&v.row_block, shape.total_rows)
+    scratch.add(&v.counts, shape.head_kv * ceil_div(shape.total_rows, ROW_TILE) * buckets)
+    scratch.add(&v.totals, shape.head_kv * buckets)
+    if plan is NULL:
+        scratch.add(&v.qsplit_indices, <int64_t>shape.head_kv * shape.size)
+        scratch.add(&v.split_counts, <int64_t>shape.total_q * shape.head_kv)
+        scratch.add(&v.split_entries, <int64_t>shape.head_kv * shape.size)
+    scratch.allocate(call)
+
+    set_shape(v, shape)
+    if plan is NULL:  # all are in one bucket, and an item has any number of entries
+        v.target_log2 = v.bucket_shift = TOKEN_BITS
+        v.buckets = 1
+    else:
+        set_schedule(v, shape, plan)
+    CHUNK_CSR.launch(call, v, shape.head_kv * CHUNK_CTAS, shape.topk)
+    if plan is not NULL:
+        SCHEDULE_FILL.launch(call, v, shape.head_kv * v.tiles)
+    return 0
+
+
 cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan) except -1:
     """All launches of build_k2q_csr; ``plan`` NULL: no schedule."""
     cdef Scratch scratch = Scratch()
@@ -179,6 +233,8 @@ cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan
                 call.set_words(v.walk_flags + 8, 1, 1)
                 call.set_words(v.rest_indices, -1, entries)
         return 0
+    if is_chunk(shape, plan):
+        return launch_chunk(call, v, shape, plan)
     add_rows(scratch, v, shape)
     scratch.add(&keys[0], entries)
     scratch.add(&keys[1], entries)
@@ -259,13 +315,17 @@ cdef int64_t schedule_counts(const Shape* shape, const Plan* plan) noexcept:
     return shape.head_kv * ceil_div(shape.total_rows, ROW_TILE) * plan.buckets
 
 
-cdef int launch_schedule(Call call, Values* v, const Shape* shape, const Plan* plan) except -1:
+cdef void set_schedule(Values* v, const Shape* shape, const Plan* plan) noexcept:
     v.tiles = ceil_div(shape.total_rows, ROW_TILE)
     v.target_log2 = plan.target_log2
     v.bucket_shift = plan.bucket_shift
     v.buckets = v.digits = plan.buckets
     v.bits = bit_length(plan.buckets - 1)
     v.work_capacity = plan.capacity
+
+
+cdef int launch_schedule(Call call, Values* v, const Shape* shape, const Plan* plan) except -1:
+    set_schedule(v, shape, plan)
     SCHEDULE_COUNT.launch(call, v, shape.head_kv * v.tiles)
     RADIX_SCAN.launch(call, v, shape.head_kv * ceil_div(plan.buckets, SCAN_DIGITS))
     SCHEDULE_FILL.launch(call, v, shape.head_kv * v.tiles)

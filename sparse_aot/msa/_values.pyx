@@ -25,6 +25,7 @@ register_family(
         "csr_row_ptr",
         "csr_collect",
         "csr_split",
+        "chunk_csr",
         "walk_plan",
         "radix_count",
         "radix_scan",

@@ -25,6 +25,7 @@ from aot.kernels.memory import at
 from aot.kernels.msa.partials import TOKEN_BITS
 from aot.kernels.msa.smxx_sort import MAX_DIGITS, THREADS, TILE
 from aot.kernels.sorting import WARP, fill, head_and_tile, lower_bound, warp_inclusive_scan
+from aot.kernels.turn import take_turn
 
 NO_BLOCK = 0x7FFFFFFF
 
@@ -37,6 +38,15 @@ def block_count(p, sequence: Int32):
         length = p.cu_seqlens_k[sequence + 1] - p.cu_seqlens_k[sequence]
         count = cutlass.min(cutlass.max((length + BLK_KV - 1) // BLK_KV, 0), p.total_rows)
     return count
+
+
+@cute.jit
+def sequence_of(cu_seqlens_q: cute.Pointer, token: Int32, batch: Int32):
+    """Sequence of a query token; ``batch`` for a padding token, which belongs to none."""
+    sequence = lower_bound(cu_seqlens_q + 1, batch, token + 1)
+    if sequence < batch and token < cu_seqlens_q[sequence]:
+        sequence = batch
+    return sequence
 
 
 @cute.jit
@@ -64,6 +74,7 @@ class CsrRows(Kernel):
         self.threads = 512
         self.warps = self.threads // WARP
         self.work_per_cta = 0
+        self.pdl = True
         self.params = {
             "cu_seqlens_k": Ptr(Int32),
             "row_of": Ptr(Int32),
@@ -77,6 +88,7 @@ class CsrRows(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -128,6 +140,7 @@ class CsrKeys(Kernel):
         self.threads = THREADS
         self.smem_bytes = MAX_DIGITS * 4
         self.work_per_cta = 1  # work = head_kv * tiles
+        self.pdl = True
         self.params = {
             "q2k_indices": Ptr(Int32),
             "cu_seqlens_q": Ptr(Int32),
@@ -151,6 +164,7 @@ class CsrKeys(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         head, tile = head_and_tile(p.tiles)
         position = thread % self.topk
@@ -174,7 +188,7 @@ class CsrKeys(Kernel):
             row = p.total_rows
             if i < size:
                 named = (q2k_indices + (Int64(token) * p.q2k_stride_token + Int64(position))).load()
-                sequence = self.sequence_of(p.cu_seqlens_q, token, p.batch)
+                sequence = sequence_of(p.cu_seqlens_q, token, p.batch)
                 if named >= 0 and named < block_count(p, sequence):
                     place = p.sequence_base[sequence] + named
                     if place < p.total_rows:
@@ -208,14 +222,6 @@ class CsrKeys(Kernel):
         for digit in range(thread, digits, THREADS):
             counts[digit] = histogram[digit]
 
-    @cute.jit
-    def sequence_of(self, cu_seqlens_q: cute.Pointer, token: Int32, batch: Int32):
-        """Sequence of a query token; ``batch`` for a padding token, which belongs to none."""
-        sequence = lower_bound(cu_seqlens_q + 1, batch, token + 1)
-        if sequence < batch and token < cu_seqlens_q[sequence]:
-            sequence = batch
-        return sequence
-
 
 class CsrRowPtr(Kernel):
     """row_ptr[r] = number of sorted keys below r. A thread a row: a search costs about 20 cached loads."""
@@ -223,6 +229,7 @@ class CsrRowPtr(Kernel):
     def __init__(self) -> None:
         self.threads = THREADS
         self.work_per_cta = 1  # work = head_kv * tiles, tiles = ceil((total_rows + 1) / 256)
+        self.pdl = True
         self.params = {
             "keys": Ptr(Int32),
             "row_ptr": Ptr(Int32),
@@ -233,6 +240,7 @@ class CsrRowPtr(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         head, tile = head_and_tile(p.tiles)
         row = tile * THREADS + thread
@@ -248,6 +256,7 @@ class CsrCollect(Kernel):
     def __init__(self) -> None:
         self.threads = THREADS
         self.work_per_cta = 1  # work = head_kv * tiles
+        self.pdl = True
         self.params = {
             "row_ptr": Ptr(Int32),
             "q_indices": Ptr(Int32),
@@ -263,6 +272,7 @@ class CsrCollect(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         head, tile = head_and_tile(p.tiles)
         size = p.total_q * p.topk
@@ -291,6 +301,7 @@ class CsrSplit(Kernel):
         self.topk = topk
         self.threads = THREADS
         self.work_per_cta = 1  # work = head_kv * tiles
+        self.pdl = True
         self.params = {
             "qsplit_indices": Ptr(Int32),
             "split_counts": Ptr(Int32),
@@ -302,6 +313,7 @@ class CsrSplit(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         head, tile = head_and_tile(p.tiles)
         position = thread % self.topk

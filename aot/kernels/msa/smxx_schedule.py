@@ -17,6 +17,7 @@ from aot.kernel import Kernel, Ptr
 from aot.kernels.memory import at
 from aot.kernels.msa.work import METADATA_COLUMNS
 from aot.kernels.sorting import WARP, block_exclusive_scan, count_and_rank, fill, head_and_tile, lower_bound
+from aot.kernels.turn import take_turn
 
 ROWS = 256
 THREADS = 1024
@@ -70,6 +71,7 @@ class ScheduleCount(Kernel):
         self.threads = THREADS
         self.smem_bytes = (3 * ROWS + WARPS + MAX_BUCKETS) * 4
         self.work_per_cta = 1  # work = head_kv * tiles, tiles = ceil(total_rows / 256)
+        self.pdl = True
         self.params = {
             "row_ptr": Ptr(Int32),
             "q_indices": Ptr(Int32),
@@ -85,6 +87,7 @@ class ScheduleCount(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         head, tile = head_and_tile(p.tiles)
         smem = cutlass.memory.SmemAllocator()
@@ -114,6 +117,7 @@ class ScheduleFill(Kernel):
         self.threads = THREADS
         self.smem_bytes = (3 * ROWS + WARPS + MAX_BUCKETS + WARPS * MAX_BUCKETS) * 4
         self.work_per_cta = 1  # work = head_kv * tiles, tiles = ceil(total_rows / 256)
+        self.pdl = True
         self.params = {
             "row_ptr": Ptr(Int32),
             "q_indices": Ptr(Int32),
@@ -136,6 +140,7 @@ class ScheduleFill(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp = thread // WARP

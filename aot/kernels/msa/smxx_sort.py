@@ -17,6 +17,7 @@ from aot.kernels.memory import at
 from aot.kernels.msa.partials import TOKEN_BITS, TOKEN_MASK
 from aot.kernels.msa.work import WALKED
 from aot.kernels.sorting import WARP, block_exclusive_scan, count_and_rank, fill, head_and_tile
+from aot.kernels.turn import take_turn
 
 TILE = 4096
 THREADS = 256
@@ -30,6 +31,7 @@ class RadixCount(Kernel):
         self.threads = THREADS
         self.smem_bytes = MAX_DIGITS * 4
         self.work_per_cta = 1  # work = heads * tiles
+        self.pdl = True
         self.params = {
             "keys": Ptr(Int32),
             "counts": Ptr(Int32),
@@ -41,6 +43,7 @@ class RadixCount(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         head, tile = head_and_tile(p.tiles)
         histogram = cutlass.memory.SmemAllocator().allocate_array(Int32, MAX_DIGITS)
@@ -70,10 +73,12 @@ class RadixScan(Kernel):
         self.warps = self.threads // WARP
         self.smem_bytes = self.threads * 4
         self.work_per_cta = 1  # work = heads * ceil(digits / 32)
+        self.pdl = True
         self.params = {"counts": Ptr(Int32), "totals": Ptr(Int32), "tiles": Int32, "digits": Int32}
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         lane = cute.arch.lane_idx()
         warp = cute.arch.thread_idx()[0] // WARP
         head, group = head_and_tile((p.digits + WARP - 1) // WARP)
@@ -121,6 +126,7 @@ class RadixScatter(Kernel):
         self.per_thread = TILE // THREADS
         self.smem_bytes = (self.warps * MAX_DIGITS + 2 * MAX_DIGITS + self.warps) * 4
         self.work_per_cta = 1  # work = heads * tiles
+        self.pdl = True
         self.params = {
             "keys_in": Ptr(Int32),
             "values_in": Ptr(Int32),
@@ -140,6 +146,7 @@ class RadixScatter(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = thread // WARP

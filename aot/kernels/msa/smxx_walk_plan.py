@@ -26,6 +26,7 @@ from aot.kernels.msa.work import (
     WALKED,
 )
 from aot.kernels.sorting import WARP, fill, head_and_tile
+from aot.kernels.turn import take_turn
 
 THREADS = 128
 SLOTS_LOG2 = 8
@@ -51,6 +52,7 @@ class WalkPlan(Kernel):
         self.threads = THREADS
         self.smem_bytes = (SLOTS * (1 + MAX_WORDS) + WALK_CAP * 2 + 4) * 4
         self.work_per_cta = 1  # work = head_kv * groups
+        self.pdl = True
         self.params = {
             "keys": Ptr(Int32),
             "values": Ptr(Int32),
@@ -70,6 +72,7 @@ class WalkPlan(Kernel):
 
     @cute.kernel
     def kernel(self, p):
+        take_turn()
         thread, _, _ = cute.arch.thread_idx()
         head, group = head_and_tile(p.groups)
         words = (p.tokens_per_group + 31) // 32
