@@ -65,8 +65,9 @@ class ChunkCsr(Kernel):
         self.pitch = topk + 1  # of a token's row in shared memory: a warp's rows begin in different banks
         self.threads = THREADS
         self.cluster = CTAS
+        self.min_blocks_per_mp = 1
         self.pdl = True
-        words = MAX_ROWS * (GROUPS + 3) + GROUPS * WARP * self.pitch + 3 * MAX_SEQUENCES + 1
+        words = MAX_ROWS * (GROUPS + 3) + GROUPS * WARP * self.pitch + 3 * MAX_SEQUENCES + 2
         self.smem_bytes = (words + WARPS + MAX_TILES * MAX_BUCKETS) * 4 + MAX_ROWS * GROUPS
         self.work_per_cta = 1  # work = head_kv * CTAS
         self.params = {
@@ -111,6 +112,7 @@ class ChunkCsr(Kernel):
         items = smem.allocate_array(Int32, MAX_TILES * MAX_BUCKETS)  # [tiles, buckets]
         blocks = smem.allocate_array(Int32, MAX_SEQUENCES)
         bases = smem.allocate_array(Int32, MAX_SEQUENCES)
+        most = smem.allocate_array(Int32, 1)  # blocks of a sequence
         cu_seqlens_q = smem.allocate_array(Int32, MAX_SEQUENCES + 1)
         warp_sums = smem.allocate_array(Int32, WARPS)
         below = smem.allocate_array(Uint8, GROUPS * MAX_ROWS)  # bits of the groups below, of this CTA
@@ -129,7 +131,7 @@ class ChunkCsr(Kernel):
             cu_seqlens_q[thread] = p.cu_seqlens_q[thread]
         fill(bits, groups * p.total_rows, 0, THREADS)
         fill(items, tiles * p.buckets, 0, THREADS)
-        self.number_rows(p, cta, blocks, bases, row_of, warp_sums)
+        self.number_rows(p, cta, blocks, bases, most, row_of, warp_sums)
 
         rows = cute.make_rmem_tensor(self.topk, Int32)  # of the thread's token, ascending; total_rows: none
         token = first_token + lane
@@ -207,35 +209,45 @@ class ChunkCsr(Kernel):
 
     @cute.jit
     def number_rows(
-        self, p, cta: Int32, blocks: cute.Pointer, bases: cute.Pointer, row_of: cute.Pointer, warp_sums: cute.Pointer
+        self,
+        p,
+        cta: Int32,
+        blocks: cute.Pointer,
+        bases: cute.Pointer,
+        most: cute.Pointer,
+        row_of: cute.Pointer,
+        warp_sums: cute.Pointer,
     ):
         """``blocks`` and ``bases`` of each sequence; ``row_of``, at most total_rows. A thread a block."""
         thread, _, _ = cute.arch.thread_idx()
         count = block_count(p, thread)
+        if thread == 0:
+            most[0] = Int32(0)
         base, total = block_exclusive_scan(count, warp_sums, WARPS)
+        longest = cute.arch.warp_redux_sync(count, "max")
+        if cute.arch.lane_idx() == 0 and longest > 0:
+            cute.arch.atomic_max(most, longest)
         if thread < p.batch:
             blocks[thread] = count
             bases[thread] = cutlass.min(base, p.total_rows)
         cute.arch.sync_threads()
-        for block in range(thread, p.total_rows, THREADS):
+        for block in range(thread, most[0], THREADS):
             row = Int32(0)
-            having = Int32(0)
             for sequence in cutlass.range(p.batch, unroll=4):
                 row += cutlass.min(blocks[sequence], block)
-                having += (blocks[sequence] > block).to(Int32)
-            if having > 0:
-                for sequence in range(p.batch):
-                    if blocks[sequence] > block:
-                        place = bases[sequence] + block
-                        if place < p.total_rows:
-                            row_of[place] = cutlass.min(row, p.total_rows)
-                        if cta == 0 and row < p.total_rows:
-                            p.row_sequence[row] = sequence
-                            p.row_block[row] = block
-                        row += 1
-            if cta == 0 and block >= total:
-                p.row_sequence[block] = Int32(-1)
-                p.row_block[block] = Int32(-1)
+            for sequence in cutlass.range(p.batch, unroll=4):
+                if blocks[sequence] > block:
+                    place = bases[sequence] + block
+                    if place < p.total_rows:
+                        row_of[place] = cutlass.min(row, p.total_rows)
+                    if cta == 0 and row < p.total_rows:
+                        p.row_sequence[row] = sequence
+                        p.row_block[row] = block
+                    row += 1
+        if cta == 0:
+            for row in range(total + thread, p.total_rows, THREADS):
+                p.row_sequence[row] = Int32(-1)
+                p.row_block[row] = Int32(-1)
         cute.arch.sync_threads()
 
     @cute.jit
