@@ -59,19 +59,19 @@ def held(values: cute.Tensor, index: Int32, lanes: cutlass.Constexpr[int]):
 
 
 @cute.jit
-def accumulate(acc: cute.Tensor, splits: cute.Tensor, weights: cute.Tensor, count, chunk_of, dtype, lanes):
-    """Add up ``count`` weighted splits, the same number for all teams of the warp, which may have fewer: the others
-    weigh nothing. ``chunk_of(split)`` is the lane's chunk of a split, in global memory.
+def accumulate(acc: cute.Tensor, splits: cute.Tensor, weights: cute.Tensor, most, chunk_of, dtype, lanes):
+    """Add up a team's weighted splits, of which no team of the warp has more than ``most``; ``chunk_of(split)`` is the
+    lane's chunk of a split, in global memory.
 
     What weighs nothing is not read: a split that sees nothing may hold 0 * NaN.
     """
-    for start in cutlass.range(0, count, BATCH, unroll=1):
+    for start in cutlass.range(0, most, BATCH, unroll=1):
         parts = cute.make_rmem_tensor((cute.size(acc), BATCH), dtype)
+        parts.fill(0)
         scales = cute.make_rmem_tensor(BATCH, Float32)
         for i in cutlass.range_constexpr(BATCH):
             scales[i] = held(weights, start + i, lanes)
             split = held(splits, start + i, lanes)
-            parts[None, i].fill(0)
             if scales[i] != 0.0:
                 cute.autovec_copy(chunk_of(split), parts[None, i])
         for i in cutlass.range_constexpr(BATCH):

@@ -21,6 +21,7 @@ from aot.kernels.storage import ATOM_ROWS, CHUNK_BYTES, LINE_BYTES, Storage
 # key_limit, causal_shift, the number of all its entries and two unused ones, so that an item's place is a shift.
 ITEM_WORDS = 8
 ENTRIES_WORD = 5
+MARKS_WORD = 8  # and 31 more, where entries may be walked: of work.marks_left
 VISIBLE_BITS = 8  # of an entry in shared memory: how many keys it sees; its place within the item is above
 VISIBLE_MASK = (1 << VISIBLE_BITS) - 1
 LINE_CHUNKS = LINE_BYTES // CHUNK_BYTES
@@ -38,26 +39,34 @@ def load_blocks(maps, s, b, p, kv: cutlass.Constexpr[Storage], walks: cutlass.Co
     while item < end:
         claimed = items.claim(p.work_counter)
         count, head, first, sequence, block = work.decode(p, item)
-        left = count
-        if const_expr(walks):
-            if p.walk_flags.toint() != 0 and count > 0:
-                left = work.count_left(work.entries_of_item(p, head, first), count)
-        if left > 0:
+        if count > 0:
             key_limit, causal_shift, row, page = pages.locate(p, sequence, block)
-            words = (left, first, head, key_limit, causal_shift, count)
-            tails = fetch(maps, s, b, kv_index, tails, words, row, page, kv)
-            kv_index += 1
+            left = count
+            marks = None
+            if const_expr(walks):
+                marks = Int32(0)
+                if p.walk_flags.toint() != 0:
+                    marks = work.marks_left(work.entries_of_item(p, head, first), count)
+                    left = cute.arch.warp_redux_sync(work.ones_of(marks), "add")
+            if left > 0:
+                words = (left, first, head, key_limit, causal_shift, count)
+                tails = fetch(maps, s, b, kv_index, tails, words, row, page, kv, marks)
+                kv_index += 1
         item = cute.arch.shuffle_sync(claimed, 0)
     items.finish(s, b, kv_index)
 
 
 @cute.jit
-def fetch(maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[Storage]) -> Int32:
-    """One warp: publish an item's words and load its K and V into the next stage; the new number of ``tails``."""
+def fetch(maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[Storage], marks=None) -> Int32:
+    """One warp: publish an item's words, and its marks where there are some, and load its K and V into the next stage;
+    the new number of ``tails``."""
     _, _, head, key_limit, _, *_ = words
     lane = cute.arch.lane_idx()
     stage = stage_of(kv_index)
     cute.arch.mbarrier_wait(b.kv_empty + stage, phase_of(kv_index) ^ 1)
+    if const_expr(marks is not None):
+        s.item[MARKS_WORD + lane, stage] = marks
+        cute.arch.sync_warp()
     if lane == 0:
         for i in cutlass.range_constexpr(len(words)):
             s.item[i, stage] = words[i]

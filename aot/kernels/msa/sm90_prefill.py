@@ -38,6 +38,7 @@ from aot.kernels.sm90_mma import (
     products,
     rows_of_thread,
 )
+from aot.kernels.sorting import warp_inclusive_scan
 
 Q_STAGES = 2 * CONSUMERS  # two for each consumer
 PRODUCER_REGISTERS = 56
@@ -95,7 +96,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         # bfloat16 partials of a tile take the place of its Q; float32 ones are twice as large and go out of registers.
         self.staged = self.partial.width == self.q.dtype.width
         self.partial_bytes = HEAD_DIM * self.partial.width // 8  # of a row
-        self.item_words = max(loading.ITEM_WORDS, sm90_walk.FIXED_WORDS + self.walk_words)
+        self.item_words = max(loading.MARKS_WORD + 32, sm90_walk.FIXED_WORDS + self.walk_words)
         words = KV_STAGES * self.item_words + Q_STAGES * self.tokens
         barriers = 2 * (2 * Q_STAGES + 4 * KV_STAGES + 1)
         tiles = 2 * KV_STAGES * self.kv.block_bytes + Q_STAGES * TILE_ROWS * self.q.row_bytes
@@ -215,9 +216,11 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
             first, head, key_limit, causal_shift = items.words(s, stage)
             words = work.entries_of_item(p, head, first)
             whole = s.item[loading.ENTRIES_WORD, stage]
-            marks = (Int32(-1), 32 * (lane + 1))  # every entry
+            bits, up_to = Int32(-1), 32 * (lane + 1)  # every entry
             if count != whole:
-                marks = work.marks_left(words, whole)
+                bits = s.item[loading.MARKS_WORD + lane, stage]
+                up_to = warp_inclusive_scan(work.ones_of(bits))
+            marks = bits, up_to
             tiles = (count + self.tokens - 1) // self.tokens
             for tile in cutlass.range(first_tile(consumer, tile_base), tiles, CONSUMERS):
                 q_index = tile_base + tile

@@ -137,14 +137,14 @@ class Combine(Kernel):
         """One warp: a row of the output for each team, unless it is ``skipped``."""
         place = cute.arch.lane_idx() % self.lanes
         first = Int64(kv_head) * p.head_partials
+        base = partials.row_index(first, group_head, p.qhead_per_kv)
+
+        def chunk_of(split):
+            return partials.chunk(p.partial_out, base + Int64(split) * p.qhead_per_kv, place)
+
         weights = cute.make_rmem_tensor(self.slots, Float32)
         self.load_lse(weights, p.partial_lse, splits, count, first, group_head, p)
         total_lse = merge.weigh(weights, self.lanes)
-
-        def chunk_of(split):
-            row = partials.row_index(first + split, group_head, p.qhead_per_kv)
-            return partials.chunk(p.partial_out, row, place)
-
         acc = cute.make_rmem_tensor(partials.chunk_elements(self.dtype), Float32)
         acc.fill(0.0)
         most = cute.arch.warp_redux_sync(count, "max")

@@ -9,10 +9,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from aot.kernels.memory import vector
-from aot.kernels.sorting import place_of_one, warp_inclusive_scan
+from aot.kernels.sorting import place_of_one
 
 METADATA_COLUMNS = 6  # KV head, CSR row, first entry within the row, number of entries, sequence, block
 ITEM_ENTRIES = 1024  # the most of an item: a warp has a bit for each
+LOADS = 4  # a lane has under way
 # The walk plan, what the groups of tokens walk: see Schedule in sparse_aot/msa/_schedule.pyx.
 WALK_ROWS = 128  # query rows of a group: T = 128 / G tokens
 WALK_CAP = 128  # blocks of a group
@@ -61,40 +62,34 @@ def entries_of_item(p, head: Int32, first: Int32) -> cute.Tensor:
 
 
 @cute.jit
-def count_left(words: cute.Tensor, count: Int32) -> Int32:
-    """One warp: how many of an item's entries no group walks."""
-    left = Int32(0)
-    for start in range(0, count, 32):
-        left += cute.arch.popc(Uint32(votes_left(words, start, count))).to(Int32)
-    return left
-
-
-@cute.jit
-def votes_left(words: cute.Tensor, start: Int32, count: Int32) -> Int32:
-    """One warp: a bit for each entry from ``start`` on that no group walks."""
-    index = start + cute.arch.lane_idx()
-    word = Int32(-1)
-    if index < count:
-        word = words[Int64(index)]
-    return cute.arch.vote_ballot_sync(word >= 0)
-
-
-@cute.jit
-def marks_left(words: cute.Tensor, count: Int32):
-    """One warp: (bits, up to) of an item: lane i has ``votes_left`` from entry 32 i on, and how many there are up to
-    their end."""
+def marks_left(words: cute.Tensor, count: Int32) -> Int32:
+    """One warp: a bit for each of an item's ``count`` entries that no group walks; lane i has those from 32 i on."""
     lane = cute.arch.lane_idx()
-    bits = Int32(0)
-    for start in range(0, count, 32):
-        votes = votes_left(words, start, count)
-        if lane == start >> 5:
-            bits = votes
-    return bits, warp_inclusive_scan(cute.arch.popc(Uint32(bits)).to(Int32))
+    marks = Int32(0)
+    loaded = cute.make_rmem_tensor(LOADS, Int32)
+    for start in range(0, count, 32 * LOADS):
+        for i in cutlass.range_constexpr(LOADS):
+            index = start + 32 * i + lane
+            loaded[i] = Int32(-1)
+            if index < count:
+                loaded[i] = words[Int64(index)]
+        for i in cutlass.range_constexpr(LOADS):
+            votes = cute.arch.vote_ballot_sync(loaded[i] >= 0)
+            if lane == (start >> 5) + i:
+                marks = votes
+    return marks
+
+
+def ones_of(marks: Int32) -> Int32:
+    """How many entries of the lane's 32 are left."""
+    return cute.arch.popc(Uint32(marks)).to(Int32)
 
 
 @cute.jit
 def place_left(marks, rank: Int32) -> Int32:
-    """All lanes: where entry number ``rank`` of those that are left stands in its item; ``marks`` as above."""
+    """All lanes: where entry number ``rank`` of those that are left stands in its item.
+
+    ``marks``: of ``marks_left``, and the number of ones in them up to the lane, its own included."""
     bits, up_to = marks
     lane = Int32(0)
     for step in cutlass.range_constexpr(5):
