@@ -1,5 +1,7 @@
 """Inputs of the functions that make CSR and schedule, and their results by name."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,9 +10,29 @@ from places import HOST, TOPK, G
 from reference import BLOCK, check_schedule, csr, offsets, ragged, random_q2k
 
 from sparse_aot import build_k2q_csr, prepare_sparse_fwd_schedule_and_split
+from sparse_aot.msa._csr import take_chunks
+from sparse_aot.msa._csr_host import walk_rule
 
-WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_totals")
+WALK_ARRAYS = ("walk_blocks", "walk_counts", "walk_flags", "rest_indices")
+WALK_FINAL = 1 << 30  # in walk_counts
+WALKED = np.int32(1 << 30)  # in split_entries
 SPLIT_ARRAYS = ("qsplit_indices", "split_counts", "split_entries")
+
+
+# How a build may go: (whether in the launches that a chunk takes, the groups from which on there is a walk plan).
+WAYS = {"chunk": (True, 1 << 30), "any size": (False, 1 << 30), "walk plan": (False, 0)}
+
+
+@contextlib.contextmanager
+def going(way: str) -> Iterator[None]:
+    """Builds go one of WAYS meanwhile; those that are no chunk never go its."""
+    chunks, groups = WAYS[way]
+    before = take_chunks(chunks), walk_rule(groups=groups)
+    try:
+        yield
+    finally:
+        take_chunks(before[0])
+        walk_rule(*before[1])
 
 
 @dataclass
@@ -68,7 +90,14 @@ class Selection:
             wanted |= {"qsplit_indices": want.qsplit_indices, "split_counts": want.split_counts}
             wanted |= {"split_entries": want.split_entries(self.topk)}
             check_schedule(got["items"], len(got["items"]), got["target_q_per_cta"], want)
-        assert_same({name: got[name] for name in wanted}, wanted)
+        assert_same({name: without_plan(got)[name] for name in wanted}, wanted)
+
+
+def without_plan(results):
+    """What a schedule of the same CSR without a walk plan has."""
+    entries = results.get("split_entries")
+    changes = {name: None for name in WALK_ARRAYS if name in results}
+    return results | changes | ({} if entries is None else {"split_entries": np.where(entries < 0, -1, entries & ~WALKED)})
 
 
 def at(place, array):
@@ -84,12 +113,15 @@ def on_host(value):
 
 
 def by_name(schedule):
-    """Everything that a schedule holds, the items that exist only."""
+    """Everything that a schedule holds, the items and walked blocks that exist only."""
     names = ("work_count", *SPLIT_ARRAYS, *WALK_ARRAYS, "target_q_per_cta", "work_capacity")
     count = int(schedule.work_count[0])
     assert schedule.enabled and 0 <= count <= schedule.work_capacity
     assert schedule.scheduler_metadata.shape == (schedule.work_capacity, 6)
     arrays = {name: on_host(getattr(schedule, name)) for name in names}
+    if arrays["walk_blocks"] is not None:
+        walked = np.arange(arrays["walk_blocks"].shape[2]) < (arrays["walk_counts"] & ~WALK_FINAL)[..., None]
+        arrays["walk_blocks"] = arrays["walk_blocks"] * walked[..., None]
     return arrays | {"items": on_host(schedule.scheduler_metadata)[:count]}
 
 

@@ -1,5 +1,6 @@
 """The kernels of CSR, schedule and walk plan: the bits that host code and tests/reference.py give."""
 
+import itertools
 from collections import defaultdict
 from dataclasses import replace
 
@@ -7,9 +8,20 @@ import numpy as np
 import pytest
 import torch
 from guarded import Guarded
-from places import HOST, SEEDS, TOPK, G, asks_to_walk, axes
+from places import HOST, SEEDS, TOPK, WALKING, G, axes, planned
 from reference import BLOCK
-from selections import WALK_ARRAYS, Selection, any_selection, assert_same, neighbours, on_host, random_selection
+from selections import (
+    WALK_FINAL,
+    WAYS,
+    Selection,
+    any_selection,
+    assert_same,
+    going,
+    neighbours,
+    on_host,
+    random_selection,
+    without_plan,
+)
 from simulated import ATTENTION, get_bundle, recorded, simulation
 
 # name -> (selection, whether it crosses the edge, from its results and the grids of each operation's launches)
@@ -58,15 +70,11 @@ EDGES = {
     ),
     "blocks that neighbours share": (
         neighbours(),
-        lambda s, grids, got: asks_to_walk(got["walk_totals"], s.g),
+        lambda s, grids, got: "walk_plan" not in grids or got["walk_counts"].any(),
     ),
     "unions overflow": (
         random_selection(1, 1, 150, 60_000, 1, 32, g=1),
-        lambda s, grids, got: (got["walk_counts"] == 129).all(),
-    ),
-    "some unions overflow": (
-        random_selection(1, 1, 300, 24_000, 2, 8, g=4),
-        lambda s, grids, got: len(np.unique(got["walk_counts"] == 129)) == 2,
+        lambda s, grids, got: "walk_plan" not in grids or not got["walk_counts"].any(),
     ),
 }
 
@@ -90,12 +98,55 @@ def selection_of(shape, topk, head_kv=2, g=4, seed=0):
     return random_selection(seed, *SHAPES[shape], head_kv, topk, g)
 
 
-def assert_exact(selection, place, seed=0):
+# The same for the launches that a chunk takes: at its limits, and just past them.
+MOST_TOKENS, MOST_ROWS, MOST_SEQUENCES = 2048, 3584, 256
+
+
+def tokens_at_random(tokens, rows, topk=4, head_kv=1, g=16, **options):
+    return random_selection(tokens + rows, 1, tokens, rows * BLOCK, head_kv, topk, g, **options)
+
+
+CHUNKS = {
+    name: (EDGES[name][0], crosses)
+    for name, crosses in {
+        "empty sequences": lambda s, got: 0 in s.lens_q and 0 in s.lens_k,
+        "more sequences than lanes": lambda s, got: len(s.lens_q) > 32,
+        "tokens and rows of no sequence": lambda s, got: s.total_q > s.cu_q[-1] and s.empty_rows,
+        "nothing selected": lambda s, got: len(got["items"]) == 0,
+        "several items a row": lambda s, got: (got["items"][:, 2] > 0).any(),
+        "several tiles of rows": lambda s, got: s.total_rows > 512,
+        "blocks that neighbours share": lambda s, got: s.total_q > 256,
+    }.items()
+} | {
+    "one token": (tokens_at_random(1, 40), lambda s, got: s.total_q == 1),
+    "most tokens": (
+        tokens_at_random(MOST_TOKENS, 200, topk=32, padding=0),
+        lambda s, got: s.total_q == MOST_TOKENS and len(np.unique(got["k2q_q_indices"][0] // 256)) >= 8,
+    ),
+    "most rows": (tokens_at_random(40, MOST_ROWS, 32, 2), lambda s, got: s.total_rows == MOST_ROWS),
+    "most sequences": (
+        random_selection(1, MOST_SEQUENCES, 4, 1700, 2, 8),
+        lambda s, got: len(s.lens_q) == MOST_SEQUENCES,
+    ),
+}
+NO_CHUNKS = {
+    "tokens": tokens_at_random(MOST_TOKENS + 1, 20),
+    "rows": tokens_at_random(10, MOST_ROWS, empty_rows=1),
+    "sequences": random_selection(1, MOST_SEQUENCES + 1, 4, 300, 1, 4),
+}
+
+
+def assert_exact(selection, place, seed=0, way="walk plan"):
     """All functions give what they give on the host and what the reference wants; the grids of each operation.
 
     A device does not tell the grids: none.
     """
-    with HOST.opened():
+    with going(way):
+        return assert_as_it_goes(selection, place, seed)
+
+
+def assert_as_it_goes(selection, place, seed=0):
+    with HOST.opened(arch=place.arch):
         wanted = selection.build()
     with place.opened(csr=True, seed=seed), recorded() as launches:
         got = selection.build(place)
@@ -107,7 +158,7 @@ def assert_exact(selection, place, seed=0):
     selection.check(got)
     assert_same(got, wanted)
     assert_same(without_schedule, {name: got[name] for name in without_schedule})
-    assert_same(prepared, {name: None if name in WALK_ARRAYS else got[name] for name in prepared})
+    assert_same(prepared, {name: without_plan(got)[name] for name in prepared})
     return grids, got
 
 
@@ -122,9 +173,38 @@ def test_build_is_exact_under_every_interleaving(place, name, seed):
     assert place.arch is None or crosses(selection, grids, got), "the case is not what its name says"
 
 
+@axes(sim={"name": CHUNKS, "seed": SEEDS}, cuda={"name": CHUNKS})
+def test_a_chunk_is_exact_under_every_interleaving(place, name, seed):
+    selection, crosses = CHUNKS[name]
+    grids, got = assert_exact(selection, place, seed, "chunk")
+    assert crosses(selection, got), "the case is not what its name says"
+    assert place.arch is None or grids["chunk_csr"] == [8 * selection.head_kv] * 2 and not grids["csr_keys"]
+
+
+@pytest.mark.parametrize("name", NO_CHUNKS)
+def test_what_is_no_chunk_goes_the_way_of_any_size(place, name):
+    grids, _ = assert_exact(NO_CHUNKS[name], place, way="chunk")
+    assert place.arch is None or grids["csr_keys"] and not grids["chunk_csr"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(20))
-def test_random_selections_are_exact(place, seed):
-    assert_exact(any_selection(seed), place, seed)
+def test_random_selections_are_exact(place, seed, way):
+    assert_exact(any_selection(seed), place, seed, way)
+
+
+@pytest.mark.parametrize("way", ["chunk", "any size"])
+def test_rows_past_too_small_a_number_of_rows_are_dropped(place, way):
+    """Of what a longer call gives, the entries of the rows that there are."""
+    selection = random_selection(3, 4, 60, 2000, 2, 8)
+    with place.opened(csr=True), going(way):
+        whole = selection.build(place)
+        part = selection.build(place, total_rows=20)
+    np.testing.assert_array_equal(part["k2q_row_ptr"], whole["k2q_row_ptr"][:, :21])
+    for head, used in enumerate(part["k2q_row_ptr"][:, -1]):
+        got, want = (made["k2q_q_indices"][head] for made in (part, whole))
+        np.testing.assert_array_equal(got[:used], want[:used])
+        assert (got[used:] == -1).all()
 
 
 @axes(
@@ -135,13 +215,14 @@ def test_random_selections_are_exact(place, seed):
     ],
 )
 def test_every_shape_topk_and_group_size_is_exact(place, shape, topk, head_kv, g):
-    assert_exact(selection_of(shape, topk, head_kv, g, seed=topk + head_kv), place, seed=g)
+    for way in ("chunk", "walk plan"):
+        assert_exact(selection_of(shape, topk, head_kv, g, seed=topk + head_kv), place, seed=g, way=way)
 
 
 @axes(sim={"g": [1, 16]}, cuda={"g": G})
 def test_groups_with_too_many_blocks_have_no_plan(place, g):
     _, got = assert_exact(selection_of("more than 2048 rows", 32, g=g), place)
-    assert (got["walk_counts"] == 129).any() and got["walk_totals"][0] >= 1 << 40
+    assert got["walk_counts"] is None or not got["walk_counts"].any()
 
 
 def test_three_radix_passes_are_exact(place):
@@ -158,8 +239,10 @@ def test_union_of_about_128_blocks_under_every_interleaving(distinct, place):
     q2k = rng.permutation(300)[rng.permutation(512) % distinct].astype(np.int32).reshape(1, 16, 32)
     selection = Selection(q2k, [16], [300 * BLOCK], 8)
     for seed in range(place.choose(sim=4, cuda=1)):
-        _, got = assert_exact(selection, place, seed)
-        assert got["walk_counts"][0, 0] == min(distinct, 129)
+        with planned("walk"):
+            _, got = assert_as_it_goes(selection, place, seed)
+        if got["walk_counts"] is not None:
+            assert got["walk_counts"][0, 0] == (distinct | WALK_FINAL if distinct <= 128 else 0)
 
 
 def views(q2k, device):
@@ -210,7 +293,7 @@ def test_prepare_fills_the_given_buffers_like_the_build_and_nothing_beside_them(
     counts.assert_intact()
     for name in ("qsplit_indices", "split_counts"):
         np.testing.assert_array_equal(on_host(buffers[name]), built[name])
-    assert_same(prepared, {name: None if name in WALK_ARRAYS else built[name] for name in prepared})
+    assert_same(prepared, {name: without_plan(built)[name] for name in prepared})
 
 
 WORDS = np.array([-(2**31), -7, -1, 0, 1, 127, 128, 300, (1 << 24) - 1, 1 << 24, 2**31 - 1], np.int32)
@@ -231,12 +314,15 @@ def test_garbage_in_q2k_selects_only_blocks_that_exist(place, seed):
 
 def test_every_kernel_that_is_not_of_the_attention_runs(arch):
     with simulation(arch, csr=True) as launches:
-        for topk in TOPK:
+        for topk, way in itertools.product(TOPK, WAYS):
             selection = random_selection(topk, 1, 20, 2048 * BLOCK, 1, topk)
-            selection.prepare(**csr_of(selection.build()))
+            with going(way):
+                selection.prepare(**csr_of(selection.build()))
     bundle = get_bundle().configurations
     wanted = {entry["name"] for entry in bundle if entry["arch"] == arch and entry["operation"] not in ATTENTION}
-    assert {launch.entry["name"] for launch in launches} == wanted and len(wanted) >= 17
+    if arch not in WALKING:
+        wanted.remove("walk-plan")
+    assert {launch.entry["name"] for launch in launches} == wanted and len(wanted) >= 20
     assert {launch.entry["arch"] for launch in launches} == {arch}
 
 
