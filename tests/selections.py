@@ -95,9 +95,10 @@ class Selection:
 
 def without_plan(results):
     """What a schedule of the same CSR without a walk plan has."""
-    entries = results.get("split_entries")
-    changes = {name: None for name in WALK_ARRAYS if name in results}
-    return results | changes | ({} if entries is None else {"split_entries": np.where(entries < 0, -1, entries & ~WALKED)})
+    if "split_entries" not in results:
+        return results
+    entries = results["split_entries"]
+    return results | dict.fromkeys(WALK_ARRAYS) | {"split_entries": np.where(entries < 0, entries, entries & ~WALKED)}
 
 
 def at(place, array):

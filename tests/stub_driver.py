@@ -54,7 +54,7 @@ FORWARD_PARAMS = {
     "page_table": POINTER,
     "walk_blocks": POINTER,
     "walk_counts": POINTER,
-    "walk_totals": POINTER,
+    "walk_flags": POINTER,
     "partial_out": POINTER,
     "partial_lse": POINTER,
     "partial_lse_temperature": POINTER,
@@ -86,7 +86,7 @@ COMBINE_PARAMS = {
     "partial_lse_temperature": POINTER,
     "split_counts": POINTER,
     "split_entries": POINTER,
-    "walk_totals": POINTER,
+    "walk_flags": POINTER,
     "out": POINTER,
     "lse": POINTER,
     "lse_temperature": POINTER,
@@ -106,7 +106,7 @@ COMBINE_PARAMS = {
 def write_bundle(folder):
     """A bundle in which every cubin is a few bytes: the forward for sm_90a, everything else for both architectures.
 
-    The parameters of forward and combine are written down here; those of the other kernels are what they really take.
+    What forward and combine take is written down here; of the other kernels it is what they really take.
     """
     folder = Path(folder)
     entries = []
@@ -120,7 +120,8 @@ def write_bundle(folder):
                 boxes = {"q_map": [64, rows, 2, g // rows, 1], "k_map": [64, 128, 2, 1, 1], "v_map": [64, 128, 2, 1, 1]}
                 # Tensor maps are aligned in the constant bank, whose parameters start 16 bytes past a multiple of 64.
                 entry = _entry(folder, "sm_90a", name, "fwd", options, FORWARD_PARAMS, 48, boxes)
-                entries.append(entry | {"threads": 512, "smem_bytes": 220000, "work_per_cta": 0, "cluster": 1, "pdl": False})
+                facts = {"threads": 512, "smem_bytes": 220000, "work_per_cta": 0, "cluster": 1, "pdl": False}
+                entries.append(entry | facts)
     for arch in ("sm_90a", "sm_100f"):
         for partial in PARTIAL_DTYPES:
             for topk in TOPK:
@@ -129,20 +130,23 @@ def write_bundle(folder):
                     folder, arch, f"combine-p{partial}-topk{topk}", "combine", options, COMBINE_PARAMS, 0, {}
                 )
                 entries.append(entry | {"threads": 128, "smem_bytes": 0, "work_per_cta": 8, "cluster": 1, "pdl": True})
-        for operation, params in _other_kernels().items():
+        for operation, (params, attributes) in _other_kernels().items():
             for options in ({}, *({"topk": topk} for topk in TOPK)):
                 name = operation + "".join(f"-topk{topk}" for topk in options.values())
                 entry = _entry(folder, arch, name, operation, options, params, 0, {})
-                entries.append(entry | {"threads": 256, "smem_bytes": 0, "work_per_cta": 1, "cluster": 1, "pdl": False})
+                entries.append(entry | attributes | {"threads": 256, "smem_bytes": 0, "work_per_cta": 1})
     write_manifest(folder, entries)
     return folder
 
 
 def _other_kernels():
-    """Operation -> the parameters of its kernels, in the bundle of this checkout, but for forward and combine."""
+    """Operation -> (parameters, launch attributes) of its kernels in this checkout's bundle; no forward or combine."""
     entries = json.loads((REAL_BUNDLE / "manifest.json").read_text())["configurations"]
     return {
-        entry["operation"]: {param["name"]: _KINDS[param["kind"]] for param in entry["params"]}
+        entry["operation"]: (
+            {param["name"]: _KINDS[param["kind"]] for param in entry["params"]},
+            {name: entry[name] for name in ("cluster", "pdl")},
+        )
         for entry in entries
         if entry["operation"] not in ("fwd", "combine")
     }

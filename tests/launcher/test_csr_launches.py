@@ -67,12 +67,47 @@ def test_each_pass_reads_what_the_one_before_wrote_and_the_last_writes_the_resul
     assert (search["keys"], search["row_ptr"]) == (keys, row_ptr.data_ptr())
 
 
+@pytest.mark.parametrize("total_q, total_rows", [(2048, 3584), (128, 1), (1, 3584)])
+@pytest.mark.parametrize("return_schedule", [False, True])
+@on_stub
+def test_a_chunk_takes_a_launch_and_one_for_its_schedule(total_q, total_rows, return_schedule):
+    made = build_k2q_csr(**arguments(total_q=total_q, total_rows=total_rows), return_schedule=return_schedule)
+    assert operations() == ["chunk_csr", "schedule_fill"][: 1 + return_schedule]
+    first, *others = launches()
+    assert first["grid"] == [2 * 8, 1, 1] and first["cluster"] == 8 and first["pdl"] == 1
+    results = {"row_ptr": made[0], "q_indices": made[1]}
+    if return_schedule:
+        (fill,) = others
+        assert fill["grid"] == [2 * -(-total_rows // 256), 1, 1] and fill["cluster"] == 1 and fill["pdl"] == 1
+        shared = ("row_ptr", "q_indices", "row_sequence", "row_block", "counts", "totals", "target_log2", "buckets")
+        assert all(fill["params"][name] == first["params"][name] for name in shared)
+        results |= {name: getattr(made[2], name) for name in ("qsplit_indices", "split_counts", "split_entries")}
+    assert all(first["params"][name] == array.data_ptr() for name, array in results.items())
+    assert not recorded("cuMemsetD32Async")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"total_q": 2049}, {"total_rows": 3585}, {"cu_seqlens": 257}, {"total_q": 2048, "head_kv": 9}],
+    ids=["tokens", "rows", "sequences", "groups to walk"],
+)
+@on_stub
+def test_what_is_larger_than_a_chunk_is_sorted(more):
+    sequences = more.pop("cu_seqlens", 1)
+    given = arguments(**{"total_q": 300} | more)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        last = given[name][-1:]
+        given[name] = torch_on_cuda().cat([torch_on_cuda().zeros(sequences, dtype=last.dtype), last])
+    build_k2q_csr(**given, return_schedule=True)
+    assert operations()[:2] == ["csr_rows", "csr_keys"]
+
+
 @on_stub
 def test_grids_cover_entries_rows_and_digits():
     build_k2q_csr(**arguments(total_q=3000, total_rows=1000, topk=16, head_kv=3), return_schedule=True)
     entries, rows = 3 * -(-3000 * 16 // 4096), 3 * -(-1000 // 256)
     grids = [launch["grid"][0] for launch in launches() if launch["operation"] != "csr_rows"]  # which is persistent
-    assert grids == [entries, 3 * -(-3000 // 128), 3 * 1024 // 32, entries, 3 * -(-1001 // 256), rows, 3, rows]
+    assert grids == [entries, 3 * 1024 // 32, entries, 3 * -(-1001 // 256), rows, 3, rows]
     assert all(launch["grid"][1:] == [1, 1] for launch in launches())
 
 
@@ -82,7 +117,7 @@ def test_with_total_rows_nothing_waits_and_scratch_is_one_allocation(return_sche
     build_k2q_csr(**arguments(foreign=True), return_schedule=return_schedule)
     assert operations()[-3:] == (SCHEDULE if return_schedule else operations()[-3:])
     assert not recorded("cuStreamSynchronize") and not recorded("cuMemcpy2DAsync") and not recorded("cuMemsetD32Async")
-    results = 11 if return_schedule else 2  # walk_totals twice
+    results = 7 if return_schedule else 2
     assert len(recorded("cuMemAllocAsync")) == results + 1
 
 
@@ -113,10 +148,6 @@ def test_empty_problems_are_filled_without_kernels(total_q, total_rows):
     assert row_ptr.shape == (2, total_rows + 1) and not row_ptr.any()
     assert (q_indices == -1).all() and (schedule.qsplit_indices == -1).all() and not schedule.split_counts.any()
     assert schedule.split_entries.shape == (2, total_q, 16)
-    groups = -(-total_q // 128)
-    assert schedule.walk_blocks.shape == (2, groups, 128, 6) and not schedule.walk_blocks.any()
-    assert schedule.walk_counts.shape == (2, groups) and not schedule.walk_counts.any()
-    assert schedule.walk_totals.tolist() == [0, 0]
     for made in (schedule, prepared):
         assert (made.split_entries == -1).all()
         assert made.work_capacity == 0 and made.scheduler_metadata.shape == (0, 6) and made.work_count.tolist() == [0]
@@ -125,31 +156,25 @@ def test_empty_problems_are_filled_without_kernels(total_q, total_rows):
 @pytest.mark.parametrize("g, tokens, words", [(1, 128, 4), (2, 64, 2), (4, 32, 1), (8, 16, 1), (16, 8, 1)])
 @on_stub
 def test_the_walk_plan_is_made_of_unsorted_keys(g, tokens, words):
-    *_, schedule = build_k2q_csr(**arguments(), qhead_per_kv=g, return_schedule=True)
+    *_, schedule = build_k2q_csr(**arguments(head_kv=6), qhead_per_kv=g, return_schedule=True)
     assert operations()[:3] == ["csr_rows", "csr_keys", "walk_plan"]
     rows, keys, walk = (launch["params"] for launch in launches()[:3])
     groups = -(-3000 // tokens)
-    assert launches()[2]["grid"] == [2 * groups, 1, 1]
-    assert schedule.walk_blocks.shape == (2, groups, 128, 2 + words) and schedule.walk_counts.shape == (2, groups)
-    assert walk["keys"] == keys["keys"] and walk["walk_totals"] == rows["walk_totals"]
-    for name in ("walk_blocks", "walk_counts", "walk_totals"):
+    assert launches()[2]["grid"] == [6 * groups, 1, 1]
+    assert schedule.walk_blocks.shape == (6, groups, 128, 2 + words) and schedule.walk_counts.shape == (6, groups)
+    assert schedule.walk_flags.shape == (3,) and schedule.rest_indices.shape == (6, 3000 * 16)
+    assert all(walk[name] == keys[name] for name in ("keys", "values")) and walk["walk_flags"] == rows["walk_flags"]
+    for name in ("walk_blocks", "walk_counts", "walk_flags"):
         assert walk[name] == getattr(schedule, name).data_ptr()
     sizes = {name: walk[name] for name in ("size", "topk", "total_rows", "groups", "tokens_per_group")}
     assert list(sizes.values()) == [3000 * 16, 16, 1000, groups, tokens]
-    assert str(schedule.walk_totals.dtype) == "torch.int64"
 
 
 @on_stub
-def test_the_forward_keeps_its_totals_where_a_framework_converts_them():
-    *_, schedule = build_k2q_csr(**arguments(foreign=True), return_schedule=True)
-    (walk,) = (launch["params"] for launch in launches() if launch["operation"] == "walk_plan")
-    (copied,) = recorded("cuMemcpyDtoDAsync")
-    assert copied["source"] == walk["walk_totals"] and copied["bytes"] == 16
-    assert schedule.walk_totals.host.dtype == np.int32
-    freed = [free["pointer"] for free in recorded("cuMemFreeAsync")]
-    assert copied["target"] in freed and copied["source"] not in freed
-    del schedule
-    assert copied["source"] in [free["pointer"] for free in recorded("cuMemFreeAsync")]
+def test_the_last_pass_writes_what_no_group_walks():
+    *_, schedule = build_k2q_csr(**arguments(head_kv=6, total_rows=3000), return_schedule=True)
+    scatters = [launch["params"] for launch in launches() if launch["operation"] == "radix_scatter"]
+    assert [scatter["rest_out"] for scatter in scatters] == [0, schedule.rest_indices.data_ptr()]
 
 
 @on_stub
@@ -164,7 +189,7 @@ def test_prepare_makes_slots_and_schedule_without_a_sort():
     collected, ordered = (launch["params"]["split_entries"] for launch in launches()[count : count + 2])
     assert collected == ordered == prepared.split_entries.data_ptr() != schedule.split_entries.data_ptr()
     (rows,) = (launch["params"] for launch in launches()[count:] if launch["operation"] == "csr_rows")
-    assert rows["walk_totals"] == 0 and prepared.walk_blocks is prepared.walk_counts is prepared.walk_totals is None
+    assert rows["walk_flags"] == 0 and prepared.walk_blocks is prepared.walk_counts is prepared.walk_flags is None
     assert prepared.qsplit_indices is schedule.qsplit_indices and prepared.split_counts is schedule.split_counts
 
 
@@ -221,5 +246,5 @@ def test_validation_reads_the_lengths_back():
 
 @on_stub
 def test_a_failed_launch_names_the_kernel():
-    with failing("cuLaunchKernel", 700), pytest.raises(RuntimeError, match=r"csr_rows.*CUDA_ERROR_ILLEGAL_ADDRESS"):
+    with failing("cuLaunchKernelEx", 700), pytest.raises(RuntimeError, match=r"csr_rows.*CUDA_ERROR_ILLEGAL_ADDRESS"):
         build_k2q_csr(**arguments())

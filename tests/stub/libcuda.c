@@ -332,7 +332,7 @@ CUresult cuFuncLoad(CUfunction function) {
 }
 
 static void record_launch(CUfunction function, unsigned int grid[3], unsigned int block[3], unsigned int smem,
-                          CUstream stream, int pdl, void** params) {
+                          CUstream stream, int pdl, unsigned int cluster, void** params) {
   static __thread char bytes[1 << 14];
   Function* f = (Function*)function;
   char* end = bytes;
@@ -343,8 +343,8 @@ static void record_launch(CUfunction function, unsigned int grid[3], unsigned in
     end += sprintf(end, "\"");
   }
   record("{\"call\": \"launch\", \"symbol\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"smem\": %u, "
-         "\"stream\": %zu, \"pdl\": %d, \"context\": %zu, \"params\": [%s]}",
-         f->symbol, grid[0], grid[1], grid[2], block[0], block[1], block[2], smem, (size_t)stream, pdl,
+         "\"stream\": %zu, \"pdl\": %d, \"cluster\": %u, \"context\": %zu, \"params\": [%s]}",
+         f->symbol, grid[0], grid[1], grid[2], block[0], block[1], block[2], smem, (size_t)stream, pdl, cluster,
          (size_t)current_context, bytes);
 }
 
@@ -354,20 +354,25 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int g
   (void)extra;
   BEGIN("cuLaunchKernel");
   record_launch(function, (unsigned int[]){grid_x, grid_y, grid_z}, (unsigned int[]){block_x, block_y, block_z}, smem,
-                stream, 0, params);
+                stream, 0, 1, params);
   return CUDA_SUCCESS;
 }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** params, void** extra) {
   int pdl = 0;
+  unsigned int cluster = 1;
   (void)extra;
   BEGIN("cuLaunchKernelEx");
-  for (unsigned int i = 0; i < config->numAttrs; ++i)
-    if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
-      pdl = config->attrs[i].value.programmaticStreamSerializationAllowed;
+  for (unsigned int i = 0; i < config->numAttrs; ++i) {
+    const CUlaunchAttribute* attribute = &config->attrs[i];
+    if (attribute->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+      pdl = attribute->value.programmaticStreamSerializationAllowed;
+    if (attribute->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+      cluster = attribute->value.clusterDim.x * attribute->value.clusterDim.y * attribute->value.clusterDim.z;
+  }
   record_launch(function, (unsigned int[]){config->gridDimX, config->gridDimY, config->gridDimZ},
                 (unsigned int[]){config->blockDimX, config->blockDimY, config->blockDimZ}, config->sharedMemBytes,
-                config->hStream, pdl, params);
+                config->hStream, pdl, cluster, params);
   return CUDA_SUCCESS;
 }
 
