@@ -17,7 +17,7 @@ from guarded import Guarded
 from large import LargeCall, heads_far_apart, spread
 from places import HOST, SEEDS, Place, assert_close, attend, build, without_digest
 from reference import BLOCK, make_case, random_q2k
-from selections import WALK_ARRAYS, Selection, assert_same, neighbours, random_selection
+from selections import Selection, assert_same, going, neighbours, random_selection, without_plan
 from simulated import ATTENTION, ptx, replaced, simulation
 
 from mutants.edits import ENDLESS, NUMBERS
@@ -280,13 +280,13 @@ FROM_CSR = ("csr_collect", "csr_split", "schedule_count", "schedule_fill")
 
 
 @functools.cache
-def expected(name):
+def expected(name, way):
     """(selection, results of the build, CSR, results from the CSR), as the host gives them."""
     selection = SELECTIONS[name]()
-    with HOST.opened():
+    with HOST.opened(), going(way):
         built = selection.build()
     csr = {name: built[name] for name in ("k2q_row_ptr", "k2q_q_indices")}
-    return selection, built, csr, {name: built[name] for name in built if name not in (*csr, *WALK_ARRAYS)}
+    return selection, built, csr, {name: array for name, array in without_plan(built).items() if name not in csr}
 
 
 def far(name, csr):
@@ -295,13 +295,19 @@ def far(name, csr):
 
 
 def build_all(name):
-    selection, built, csr, _ = expected(name)
-    with far(name, csr):
+    selection, built, csr, _ = expected(name, "walk plan")
+    with far(name, csr), going("walk plan"):
+        assert_same(selection.build(), built)
+
+
+def build_chunk(name):
+    selection, built, _, _ = expected(name, "chunk")
+    with going("chunk"):
         assert_same(selection.build(), built)
 
 
 def prepare_all(name):
-    selection, _, csr, prepared = expected(name)
+    selection, _, csr, prepared = expected(name, "chunk")
     with far(name, csr):
         got = selection.prepare(**csr)
     assert_same({name: got[name] for name in prepared}, prepared)
@@ -310,7 +316,7 @@ def prepare_all(name):
 def garbage():
     """In a CSR, which nothing may follow out of bounds."""
     for seed in range(2):
-        selection, _, csr, _ = expected("three sequences")
+        selection, _, csr, _ = expected("three sequences", "chunk")
         rng = np.random.default_rng(seed)
         for array in (csr := {name: array.copy() for name, array in csr.items()}).values():
             at = rng.random(array.shape) < 0.1
@@ -320,13 +326,17 @@ def garbage():
 
 SLOW = ("many buckets",)  # to build
 BUILDING = {name: functools.partial(build_all, name) for name in SELECTIONS if name not in SLOW}
+NO_CHUNKS = ("several tiles", *SLOW)
+CHUNKS = {name: functools.partial(build_chunk, name) for name in SELECTIONS if name not in NO_CHUNKS}
 PREPARING = {f"{name}, from a CSR": functools.partial(prepare_all, name) for name in SELECTIONS}
-OF_TOPK = ("csr_keys", "csr_split")  # made for one topk each: 4 here
+OF_TOPK = ("csr_keys", "csr_split", "chunk_csr")  # made for one topk each: 4 here
 
 
 def preparation(operation):
     """A kernel that CSR, schedule or walk plan are made by; it is the same for every architecture."""
     cases = BUILDING if operation not in FROM_CSR else PREPARING | {"garbage": garbage}
+    if operation == "chunk_csr":
+        cases = CHUNKS
     if operation == "csr_rows":
         cases = BUILDING | PREPARING | {"garbage": garbage}
     if operation in OF_TOPK:
@@ -349,7 +359,7 @@ TARGETS = [
         preparation,
         (
             "csr_rows", "csr_keys", "csr_row_ptr", "csr_collect", "csr_split", "walk_plan", "radix_count", "radix_scan",
-            "radix_scatter", "schedule_count", "schedule_fill",
+            "radix_scatter", "schedule_count", "schedule_fill", "chunk_csr",
         ),
     ),
 ]  # fmt: skip
