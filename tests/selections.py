@@ -20,7 +20,12 @@ SPLIT_ARRAYS = ("qsplit_indices", "split_counts", "split_entries")
 
 
 # How a build may go: (whether in the launches that a chunk takes, the groups from which on there is a walk plan).
-WAYS = {"chunk": (True, 1 << 30), "any size": (False, 1 << 30), "walk plan": (False, 0)}
+WAYS = {
+    "chunk": (True, 1 << 30),
+    "any size": (False, 1 << 30),
+    "chunk, walk plan": (True, 0),
+    "any size, walk plan": (False, 0),
+}
 
 
 @contextlib.contextmanager

@@ -168,14 +168,10 @@ def take_chunks(bint taken):
     return before
 
 
-cdef bint is_chunk(const Shape* shape, const Plan* plan) noexcept:
-    """Whether ChunkCsr takes a selection: one with room in its shared memory, and without a walk plan."""
+cdef bint is_chunk(const Shape* shape) noexcept:
+    """Whether ChunkCsr takes a selection: one with room in its shared memory."""
     return (
-        _chunks
-        and shape.total_q <= CHUNK_TOKENS
-        and shape.total_rows <= CHUNK_ROWS
-        and shape.batch <= CHUNK_SEQUENCES
-        and (plan is NULL or plan.groups == 0)
+        _chunks and shape.total_q <= CHUNK_TOKENS and shape.total_rows <= CHUNK_ROWS and shape.batch <= CHUNK_SEQUENCES
     )
 
 
@@ -183,6 +179,7 @@ cdef int launch_chunk(Call call, Values* v, const Shape* shape, const Plan* plan
     """The launches of build_k2q_csr for a chunk; ``plan`` NULL: no schedule."""
     cdef Scratch scratch = Scratch()
     cdef int64_t buckets = 1 if plan is NULL else plan.buckets
+    cdef bint walks = plan is not NULL and plan.groups > 0
     scratch.add(&v.row_sequence, shape.total_rows)
     scratch.add(&v.row_block, shape.total_rows)
     scratch.add(&v.counts, shape.head_kv * ceil_div(shape.total_rows, ROW_TILE) * buckets)
@@ -191,6 +188,8 @@ cdef int launch_chunk(Call call, Values* v, const Shape* shape, const Plan* plan
         scratch.add(&v.qsplit_indices, <int64_t>shape.head_kv * shape.size)
         scratch.add(&v.split_counts, <int64_t>shape.total_q * shape.head_kv)
         scratch.add(&v.split_entries, <int64_t>shape.head_kv * shape.size)
+    if walks:
+        scratch.add(&v.head_flags, shape.head_kv)
     scratch.allocate(call)
 
     set_shape(v, shape)
@@ -199,6 +198,10 @@ cdef int launch_chunk(Call call, Values* v, const Shape* shape, const Plan* plan
         v.buckets = 1
     else:
         set_schedule(v, shape, plan)
+    if walks:
+        set_walk(v, plan)
+    else:
+        v.walk_blocks = v.head_flags = 0
     CHUNK_CSR.launch(call, v, shape.head_kv * CHUNK_CTAS, shape.topk)
     if plan is not NULL:
         SCHEDULE_FILL.launch(call, v, shape.head_kv * v.tiles)
@@ -233,7 +236,7 @@ cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan
                 call.set_words(v.walk_flags + 8, 1, 1)
                 call.set_words(v.rest_indices, -1, entries)
         return 0
-    if is_chunk(shape, plan):
+    if is_chunk(shape):
         return launch_chunk(call, v, shape, plan)
     add_rows(scratch, v, shape)
     scratch.add(&keys[0], entries)
@@ -262,10 +265,7 @@ cdef int launch_build(Call call, Values* v, const Shape* shape, const Plan* plan
     v.digits = digits
     CSR_KEYS.launch(call, v, work, shape.topk)
     if plan is not NULL and plan.groups:
-        v.groups = plan.groups
-        v.tokens_per_group = plan.tokens_per_group
-        v.walk_cost = plan.walk_cost
-        v.walk_gain = plan.walk_gain
+        set_walk(v, plan)
         WALK_PLAN.launch(call, v, shape.head_kv * v.groups)
     for p in range(passes):
         v.shift = p * bits
@@ -324,8 +324,16 @@ cdef void set_schedule(Values* v, const Shape* shape, const Plan* plan) noexcept
     v.work_capacity = plan.capacity
 
 
+cdef void set_walk(Values* v, const Plan* plan) noexcept:
+    v.groups = plan.groups
+    v.tokens_per_group = plan.tokens_per_group
+    v.walk_cost = plan.walk_cost
+    v.walk_gain = plan.walk_gain
+
+
 cdef int launch_schedule(Call call, Values* v, const Shape* shape, const Plan* plan) except -1:
     set_schedule(v, shape, plan)
+    v.head_flags = 0  # the walk plan's flags are there
     SCHEDULE_COUNT.launch(call, v, shape.head_kv * v.tiles)
     RADIX_SCAN.launch(call, v, shape.head_kv * ceil_div(plan.buckets, SCAN_DIGITS))
     SCHEDULE_FILL.launch(call, v, shape.head_kv * v.tiles)

@@ -51,6 +51,7 @@ cdef struct Values:
     int64_t values_out
     int64_t indices_out
     int64_t entries_out
+    int64_t head_flags
     int64_t rest_out
     # int64: strides, in elements.
     int64_t q_stride_token

@@ -86,10 +86,30 @@ def test_a_chunk_takes_a_launch_and_one_for_its_schedule(total_q, total_rows, re
     assert not recorded("cuMemsetD32Async")
 
 
+@on_stub
+def test_a_chunk_makes_the_walk_plan_in_the_same_launches():
+    *_, schedule = build_k2q_csr(**arguments(total_q=500, head_kv=3), qhead_per_kv=16, return_schedule=True)
+    assert operations() == ["chunk_csr", "schedule_fill"]
+    chunk, fill = (launch["params"] for launch in launches())
+    assert [chunk[name] for name in ("groups", "tokens_per_group", "walk_cost", "walk_gain")] == [63, 8, 5, 5]
+    for name in ("walk_blocks", "walk_counts", "rest_indices"):
+        assert chunk[name] == getattr(schedule, name).data_ptr()
+    assert fill["walk_flags"] == schedule.walk_flags.data_ptr() and fill["head_flags"] == chunk["head_flags"] != 0
+
+
+@on_stub
+def test_flags_are_made_of_heads_only_in_a_chunk_with_a_walk_plan():
+    for given in (arguments(), arguments(total_q=300)):
+        built = build_k2q_csr(**given, return_schedule=True)
+        prepare(given, *built)
+    fills = [launch["params"] for launch in launches() if launch["operation"] == "schedule_fill"]
+    assert [fill["head_flags"] for fill in fills] == [0] * 4
+
+
 @pytest.mark.parametrize(
     "more",
-    [{"total_q": 2049}, {"total_rows": 3585}, {"cu_seqlens": 257}, {"total_q": 2048, "head_kv": 9}],
-    ids=["tokens", "rows", "sequences", "groups to walk"],
+    [{"total_q": 2049}, {"total_rows": 3585}, {"cu_seqlens": 257}],
+    ids=["tokens", "rows", "sequences"],
 )
 @on_stub
 def test_what_is_larger_than_a_chunk_is_sorted(more):

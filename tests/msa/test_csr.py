@@ -136,7 +136,7 @@ NO_CHUNKS = {
 }
 
 
-def assert_exact(selection, place, seed=0, way="walk plan"):
+def assert_exact(selection, place, seed=0, way="any size, walk plan"):
     """All functions give what they give on the host and what the reference wants; the grids of each operation.
 
     A device does not tell the grids: none.
@@ -173,22 +173,25 @@ def test_build_is_exact_under_every_interleaving(place, name, seed):
     assert place.arch is None or crosses(selection, grids, got), "the case is not what its name says"
 
 
-@axes(sim={"name": CHUNKS, "seed": SEEDS}, cuda={"name": CHUNKS})
-def test_a_chunk_is_exact_under_every_interleaving(place, name, seed):
+@axes(
+    sim={"name": CHUNKS, "way": ["chunk", "chunk, walk plan"], "seed": SEEDS},
+    cuda={"name": CHUNKS, "way": ["chunk", "chunk, walk plan"]},
+)
+def test_a_chunk_is_exact_under_every_interleaving(place, name, way, seed):
     selection, crosses = CHUNKS[name]
-    grids, got = assert_exact(selection, place, seed, "chunk")
+    grids, got = assert_exact(selection, place, seed, way)
     assert crosses(selection, got), "the case is not what its name says"
     assert place.arch is None or (grids["chunk_csr"] == [8 * selection.head_kv] and not grids["csr_keys"])
 
 
 @pytest.mark.parametrize("name", NO_CHUNKS)
 def test_what_is_no_chunk_goes_the_way_of_any_size(place, name):
-    grids, _ = assert_exact(NO_CHUNKS[name], place, way="chunk")
+    grids, _ = assert_exact(NO_CHUNKS[name], place, way="chunk, walk plan")
     assert place.arch is None or (grids["csr_keys"] and not grids["chunk_csr"])
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_selections_are_exact(place, seed, way):
     assert_exact(any_selection(seed), place, seed, way)
 
@@ -215,7 +218,7 @@ def test_rows_past_too_small_a_number_of_rows_are_dropped(place, way):
     ],
 )
 def test_every_shape_topk_and_group_size_is_exact(place, shape, topk, head_kv, g):
-    for way in ("chunk", "walk plan"):
+    for way in ("chunk, walk plan", "any size, walk plan"):
         assert_exact(selection_of(shape, topk, head_kv, g, seed=topk + head_kv), place, seed=g, way=way)
 
 
@@ -233,13 +236,32 @@ def test_three_radix_passes_are_exact(place):
     assert place.arch is None or sum(launch.operation == "radix_scatter" for launch in launches) == 3
 
 
+@axes(
+    sim={"chunks": [False, True], "traversal": ["walk", "mixed", None], "g": G},
+    cuda={"chunks": [False, True], "traversal": ["walk", "mixed", None], "g": G},
+    archs=WALKING,
+)
+def test_what_groups_walk_is_exact(place, chunks, traversal, g):
+    """Tokens that name the same blocks as their neighbours, but for some: groups that walk nothing, some and all."""
+    rng = np.random.default_rng(g)
+    shared = rng.integers(0, 60, (2, 8, 8)).repeat(40, axis=1)
+    loose = rng.random((8, 1)).repeat(40, axis=0) * 1.2 > rng.random(shared.shape)
+    q2k = np.where(loose, rng.integers(0, 60, shared.shape), shared).astype(np.int32)
+    selection = Selection(q2k, [200, 100, 20], [7680, 5000, 3000], g)
+    with going("chunk" if chunks else "any size"), planned(traversal):
+        _, got = assert_as_it_goes(selection, place, seed=g)
+    walked, whole = got["walk_counts"] % WALK_FINAL > 0, got["walk_counts"] >= WALK_FINAL
+    assert walked.all() if traversal == "walk" else walked.any() and not whole.all()
+
+
+@pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("distinct", [127, 128, 129, 250, 300])
-def test_union_of_about_128_blocks_under_every_interleaving(distinct, place):
+def test_union_of_about_128_blocks_under_every_interleaving(distinct, chunks, place):
     rng = np.random.default_rng(distinct)
     q2k = rng.permutation(300)[rng.permutation(512) % distinct].astype(np.int32).reshape(1, 16, 32)
     selection = Selection(q2k, [16], [300 * BLOCK], 8)
     for seed in range(place.choose(sim=4, cuda=1)):
-        with planned("walk"):
+        with going("chunk" if chunks else "any size"), planned("walk"):
             _, got = assert_as_it_goes(selection, place, seed)
         if got["walk_counts"] is not None:
             assert got["walk_counts"][0, 0] == (distinct | WALK_FINAL if distinct <= 128 else 0)

@@ -15,7 +15,7 @@ from cutlass import Int32
 
 from aot.kernel import Kernel, Ptr
 from aot.kernels.memory import at
-from aot.kernels.msa.work import METADATA_COLUMNS
+from aot.kernels.msa.work import METADATA_COLUMNS, WALK_FLAGS
 from aot.kernels.sorting import WARP, block_exclusive_scan, count_and_rank, fill, head_and_tile, lower_bound
 from aot.kernels.turn import take_turn
 
@@ -109,7 +109,8 @@ class ScheduleCount(Kernel):
 
 
 class ScheduleFill(Kernel):
-    """scheduler_metadata [capacity, 6] and work_count [1]; rows past work_count are 0, which is an empty item.
+    """scheduler_metadata [capacity, 6] and work_count [1]; rows past work_count are 0, which is an empty item. Where
+    ``head_flags`` [head_kv] is not null, walk_flags: a bit of each head, by its number.
 
     Shared memory: 32 KiB of counters (one a warp and bucket), 4 KiB for the tile's rows and the buckets' places."""
 
@@ -127,6 +128,8 @@ class ScheduleFill(Kernel):
             "totals": Ptr(Int32),
             "scheduler_metadata": Ptr(Int32),
             "work_count": Ptr(Int32),
+            "head_flags": Ptr(Int32),
+            "walk_flags": Ptr(Int32),
             "size": Int32,
             "total_rows": Int32,
             "head_kv": Int32,
@@ -203,6 +206,13 @@ class ScheduleFill(Kernel):
             self.write(p, place, (0,) * METADATA_COLUMNS)
         if cta == 0 and thread == 0:
             p.work_count[0] = work
+        if cta == 0 and warp == 0 and p.head_flags.toint() != 0:
+            flags = Int32(0)
+            for index in range(thread, p.head_kv, WARP):
+                flags = flags | p.head_flags[index]
+            flags = cute.arch.warp_redux_sync(flags, "or")
+            if thread < WALK_FLAGS:
+                p.walk_flags[thread] = flags >> thread & 1
 
     @cute.jit
     def write(self, p, place: Int32, columns):

@@ -19,7 +19,8 @@ WALK_ROWS = 128  # query rows of a group: T = 128 / G tokens
 WALK_CAP = 128  # blocks of a group
 WALK_FINAL = 1 << 30  # in walk_counts: nothing of the group is left to CSR order, so its rows are finished here
 WALKED = 1 << 30  # in split_entries, and in the values while they are sorted: the entry is walked
-ANY_WALKS, ANY_LEFT, ANY_UNFINISHED = range(3)  # of walk_flags
+WALK_FLAGS = 3
+ANY_WALKS, ANY_LEFT, ANY_UNFINISHED = range(WALK_FLAGS)  # of walk_flags
 
 
 def entries_of_head(p) -> Int32:
