@@ -176,7 +176,7 @@ SYNCHRONISATION = [
         "wait for all bulk copies but one", BOTH, r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\g<1>1;",
         {"async_early"},
     ),
-    Edit("wait for the launch before dropped", COMBINE, r"griddepcontrol\.wait;", "", {"race"}),
+    Edit("wait for the launch before dropped", ALL, r"griddepcontrol\.wait;", "", {"race"}),
     Edit("atomic of a CTA", ALL, r"atom\.global", "atom.relaxed.cta.global", {"race"}),
     Edit("load without order", ALL, r"ld\.relaxed\.cta\.", "ld.", {"race"}),
     Edit("atomic as load and store", ALL,

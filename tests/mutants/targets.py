@@ -276,6 +276,17 @@ SELECTIONS = {
     f"{tokens} tokens": functools.partial(random_selection, 1, 1, tokens, 300, 2, 4, empty_rows=MANY_ROWS)
     for tokens in range(1, 512, 64)
 }
+OF_CHUNKS = (  # of the selections above; and some that are smaller than there
+    "three sequences", "rows of no sequence", "many sequences", "several items a row", "neighbours", "unions overflow",
+    "one row", "one token",
+)  # fmt: skip
+SELECTIONS |= {
+    "chunk of many rows": lambda: unequal(
+        [300, *[10] * 8], [200 * BLOCK, *(BLOCK * blocks for blocks in range(40, 48))]
+    ),
+    "large chunk": lambda: spread_blocks(random_selection(3, 1, 300, 40 * BLOCK, 4, 4, g=4)),
+    "chunk of words": lambda: same_blocks(400, [0, 3, 3, 70], g=1, heads=2),
+}
 FROM_CSR = ("csr_collect", "csr_split", "schedule_count", "schedule_fill")
 
 
@@ -295,14 +306,14 @@ def far(name, csr):
 
 
 def build_all(name):
-    selection, built, csr, _ = expected(name, "walk plan")
-    with far(name, csr), going("walk plan"):
+    selection, built, csr, _ = expected(name, "any size, walk plan")
+    with far(name, csr), going("any size, walk plan"):
         assert_same(selection.build(), built)
 
 
-def build_chunk(name):
-    selection, built, _, _ = expected(name, "chunk")
-    with going("chunk"):
+def build_chunk(name, way):
+    selection, built, _, _ = expected(name, way)
+    with going(way):
         assert_same(selection.build(), built)
 
 
@@ -325,10 +336,14 @@ def garbage():
 
 
 SLOW = ("many buckets",)  # to build
-BUILDING = {name: functools.partial(build_all, name) for name in SELECTIONS if name not in SLOW}
-NO_CHUNKS = ("several tiles", *SLOW)
-CHUNKS = {name: functools.partial(build_chunk, name) for name in SELECTIONS if name not in NO_CHUNKS}
-PREPARING = {f"{name}, from a CSR": functools.partial(prepare_all, name) for name in SELECTIONS}
+BUILDING = {name: functools.partial(build_all, name) for name in SELECTIONS if name not in SLOW and "chunk" not in name}
+CHUNKS = {
+    name + end: functools.partial(build_chunk, name, "chunk" + end)
+    for end in (", walk plan", "")
+    for name in SELECTIONS
+    if name in OF_CHUNKS or "chunk" in name
+}
+PREPARING = {f"{name}, from a CSR": functools.partial(prepare_all, name) for name in SELECTIONS if "chunk" not in name}
 OF_TOPK = ("csr_keys", "csr_split", "chunk_csr")  # made for one topk each: 4 here
 
 
