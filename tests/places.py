@@ -27,7 +27,7 @@ G = (1, 2, 4, 8, 16)
 TOPK = (4, 8, 16, 32)
 PARTIALS = ("float32", "bfloat16")
 SEEDS = (0, 1, 2)  # of each kind: when asynchronous operations take effect is mixed, at once, or as late as possible
-WALKING = ("sm_90a",)  # architectures whose forward walks where the plan asks for it
+WALKING = ("sm_90a", "sm_100f")  # architectures whose forward walks where the plan asks for it
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ _FORWARD = {
     "sm_100f": "aot.kernels.msa.sm100_prefill:PrefillSm100",
 }
 
-_WALKING = ("sm_90a",)  # architectures whose forward walks where the schedule's plan asks for it
+# Architectures whose forward walks where the schedule's plan asks for it, and the query rows of a group there.
+_WALK_ROWS = {"sm_90a": 128, "sm_100f": 256}
 
 
 def _forward() -> Iterator[Configuration]:
@@ -59,7 +60,7 @@ def _combine() -> Iterator[Configuration]:
                     name=f"combine-p{DTYPE_TAGS[partial]}-topk{topk}",
                     options=options,
                     factory="aot.kernels.msa.smxx_combine:Combine",
-                    arguments=options | {"walks": arch in _WALKING},
+                    arguments=options | {"walk_rows": _WALK_ROWS[arch]},
                 )
 
 

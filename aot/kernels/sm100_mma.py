@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.experimental import primitives
 
 TENSOR_COLUMNS = 512  # of tensor memory
@@ -39,7 +39,21 @@ def advance(desc: primitives.Tcgen05SmemDesc, offset: int) -> primitives.Tcgen05
     return primitives.Tcgen05SmemDesc(Int64(high | Uint64(low)))
 
 
-def issue(target, operands: Iterable, shape: primitives.Tcgen05InstrDesc) -> None:
-    """One thread: issue target = sum of A @ B over the (A, B) of ``operands``, 16-bit values, each made in its turn."""
+def issue(
+    target, operands: Iterable, shape: primitives.Tcgen05InstrDesc, accumulate: bool | Boolean = False, kept=None
+) -> None:
+    """One thread: issue target = sum of A @ B over the (A, B) of ``operands``, 16-bit values, each made in its turn.
+
+    ``accumulate``: the sum is added to the target. ``kept``, int32 [4]: the target's rows that stay as they are, one
+    bit each."""
     for step, (a, b) in enumerate(operands):
-        primitives.tcgen05_mma(primitives.Tcgen05MMAKind.F16, primitives.CTAGroup.CTA_1, target, a, b, shape, step > 0)
+        primitives.tcgen05_mma(
+            primitives.Tcgen05MMAKind.F16,
+            primitives.CTAGroup.CTA_1,
+            target,
+            a,
+            b,
+            shape,
+            accumulate if step == 0 else True,
+            write_disable_mask=kept,
+        )

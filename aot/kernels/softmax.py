@@ -2,10 +2,15 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 LN2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
+# 2^f for |f| <= 1/2 with a relative error of at most 3.6e-6, and 1 for f = 0: the coefficients of f, f^2, f^3, f^4.
+EXP2_POLYNOMIAL = (0.6931136250495911, 0.24020710587501526, 0.055976882576942444, 0.009782912209630013)
+ROUNDING = 1.5 * 2**23  # added to a number it leaves the nearest integer in the low bits
+SMALLEST_EXPONENT = -127.0  # 2^-127 comes out as 0
+NO_SHARE = 1 << 10  # more than a row has pairs
 
 
 def scale_log2(p) -> Float32:
@@ -70,27 +75,58 @@ def reciprocal(x: Float32) -> Float32:
 
 
 @cute.jit
-def row_maximum(scores: cute.Tensor) -> Float32:
-    """``row_maxima`` for a thread that holds a whole row."""
+def row_maximum(scores: cute.Tensor, nan: cutlass.Constexpr[bool] = False) -> Float32:
+    """``row_maxima`` for a thread that holds a whole row; with ``nan`` NaN where there is one."""
     maxima = cute.make_rmem_tensor(4, Float32)
     maxima.fill(-Float32.inf)
     for i in cutlass.range_constexpr(0, cute.size(scores), 8):
         for j in cutlass.range_constexpr(4):
-            pair = cute.arch.fmax(scores[i + j], scores[i + j + 4])
-            maxima[j] = cute.arch.fmax(maxima[j], pair)
-    return cute.arch.fmax(cute.arch.fmax(maxima[0], maxima[1]), cute.arch.fmax(maxima[2], maxima[3]))
+            pair = cute.arch.fmax(scores[i + j], scores[i + j + 4], nan=nan)
+            maxima[j] = cute.arch.fmax(maxima[j], pair, nan=nan)
+    return cute.arch.fmax(
+        cute.arch.fmax(maxima[0], maxima[1], nan=nan), cute.arch.fmax(maxima[2], maxima[3], nan=nan), nan=nan
+    )
+
+
+def exp2_pair(exponents: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
+    """2^x of two numbers below 128, without the unit that all other exponentials wait for; 0 up to -127, not for NaN.
+
+    x is an integer, which goes to the exponent's bits, plus a fraction of at most 1/2 in size, for a polynomial."""
+    exponents = tuple(cute.arch.fmax(x, SMALLEST_EXPONENT) for x in exponents)
+    rounded = cute.arch.add_packed_f32x2(exponents, (ROUNDING, ROUNDING))
+    integers = cute.arch.add_packed_f32x2(rounded, (-ROUNDING, -ROUNDING))
+    fractions = cute.arch.sub_packed_f32x2(exponents, integers)
+    *lower, highest = EXP2_POLYNOMIAL
+    powers = (Float32(highest), Float32(highest))
+    for coefficient in (*reversed(lower), 1.0):
+        powers = cute.arch.fma_packed_f32x2(powers, fractions, (coefficient, coefficient))
+    return tuple(
+        (power.bitcast(Int32) + (x.bitcast(Int32) << 23)).bitcast(Float32)
+        for power, x in zip(powers, rounded, strict=True)
+    )
 
 
 @cute.jit
-def row_sum_exp2(scores: cute.Tensor, reference: Float32, scale_log2: Float32, keep: cutlass.Constexpr[bool]):
-    """``row_sums_exp2`` for a thread that holds a whole row, or a part of one: two columns to an instruction."""
+def row_sum_exp2(
+    scores: cute.Tensor,
+    reference: Float32,
+    scale_log2: Float32,
+    keep: cutlass.Constexpr[bool],
+    share: cutlass.Constexpr[int] = NO_SHARE,
+):
+    """``row_sums_exp2`` for a thread that holds a whole row, or a part of one: two columns to an instruction.
+
+    ``share``: every so many-th pair goes through ``exp2_pair``; a NaN there must be in ``reference`` too."""
     scale, offset = (scale_log2, scale_log2), (-reference * scale_log2, -reference * scale_log2)
     even, odd = (Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))
     for i in cutlass.range_constexpr(0, cute.size(scores), 4):
         for j in cutlass.range_constexpr(2):
             column = i + 2 * j
             exponents = cute.arch.fma_packed_f32x2((scores[column], scores[column + 1]), scale, offset)
-            weights = tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
+            if cutlass.const_expr(column // 2 % share == share - 1):
+                weights = exp2_pair(exponents)
+            else:
+                weights = tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
             if cutlass.const_expr(j == 0):
                 even = cute.arch.add_packed_f32x2(even, weights)
             else:

@@ -24,7 +24,7 @@ cdef enum:
 
 # Architecture -> the query rows of a group that its forward walks together, and what a block costs it for each token of
 # the group, in eighths of what an entry costs in CSR order, its partial result and the merge of that included.
-cdef dict WALKS = {"sm_90a": (128, 5)}
+cdef dict WALKS = {"sm_90a": (128, 5), "sm_100f": (256, 3)}
 # Where this is not None it stands for the cost above. In eighths of an entry, a token: what a group saves that leaves no
 # partial results. And how many groups there must be: fewer do not fill a GPU, where CSR order cuts finer.
 cdef object _cost = None

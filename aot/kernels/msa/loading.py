@@ -15,6 +15,7 @@ from aot.kernels.items import phase_of, stage_of
 from aot.kernels.mask import BLK_KV, visible_keys
 from aot.kernels.memory import vector
 from aot.kernels.msa import partials, work
+from aot.kernels.sorting import warp_inclusive_scan
 from aot.kernels.storage import ATOM_ROWS, CHUNK_BYTES, LINE_BYTES, Storage
 
 # Of a work item in shared memory: the number of entries that are left of it (see work.py), first entry, KV head,
@@ -57,9 +58,11 @@ def load_blocks(maps, s, b, p, kv: cutlass.Constexpr[Storage], walks: cutlass.Co
 
 
 @cute.jit
-def fetch(maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[Storage], marks=None) -> Int32:
+def fetch(
+    maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[Storage], marks=None, v_empty=None
+) -> Int32:
     """One warp: publish an item's words, and its marks where there are some, and load its K and V into the next stage;
-    the new number of ``tails``."""
+    the new number of ``tails``. ``v_empty``: the barriers of V's stages, where those of ``kv_empty`` are K's alone."""
     _, _, head, key_limit, _, *_ = words
     lane = cute.arch.lane_idx()
     stage = stage_of(kv_index)
@@ -72,6 +75,8 @@ def fetch(maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[S
             s.item[i, stage] = words[i]
         cute.arch.mbarrier_arrive(b.item_full + stage)
         load_block(maps.k, s.k, stage, b.k_full + stage, row, head, page, kv)
+    if const_expr(v_empty is not None):
+        cute.arch.mbarrier_wait(v_empty + stage, phase_of(kv_index) ^ 1)
     if key_limit >= BLK_KV:
         if lane == 0:
             load_block(maps.v, s.v, stage, b.v_full + stage, row, head, page, kv)
@@ -186,6 +191,18 @@ def gather(
                     cute.make_tensor(source + cute.assume(skipped, divby=q.chunk), piece),
                     cute.make_tensor(target, piece),
                 )
+
+
+@cute.jit
+def marks_of_item(s, stage: Int32, count: Int32):
+    """One warp: whether all of an item's entries are left (``count``), and their marks as place_left has them."""
+    lane = cute.arch.lane_idx()
+    whole = s.item[ENTRIES_WORD, stage] == count
+    bits, up_to = Int32(-1), 32 * (lane + 1)  # every entry
+    if not whole:
+        bits = s.item[MARKS_WORD + lane, stage]
+        up_to = warp_inclusive_scan(work.ones_of(bits))
+    return whole, (bits, up_to)
 
 
 @cute.jit

@@ -20,10 +20,9 @@ from cutlass.experimental import primitives
 from aot.kernel import TensorMaps
 from aot.kernels import items, softmax
 from aot.kernels.items import KV_STAGES, phase_of, release, stage_of
-from aot.kernels.mask import BLK_KV, mask_row, visible_keys
+from aot.kernels.mask import BLK_KV, mask_row
 from aot.kernels.memory import vector
-from aot.kernels.msa import loading, partials, work
-from aot.kernels.msa.loading import ITEM_WORDS
+from aot.kernels.msa import loading, partials, sm100_walk, work
 from aot.kernels.msa.params import Prefill
 from aot.kernels.msa.partials import HEAD_DIM
 from aot.kernels.sm100_mma import TENSOR_COLUMNS, advance, columns_of, issue, load_columns, operand, tensor_memory
@@ -34,6 +33,7 @@ SLOTS = 2  # tiles in flight: even and odd ones of the CTA's stream of tiles
 WARPGROUP = 128
 WARPS = WARPGROUP // 32
 READERS = 1 + SLOTS + (SLOTS + 1) * WARPS  # warps that read an item's words: products, gather, softmax, epilogue
+ITEM_WORDS = 64  # room for what loading.py and walk.py have of an item, and its place is a shift
 MMA_WARP = 1
 GATHER_WARP = 2  # and the one after it
 STAGING_BYTES = 32 * 1024  # rows on their way to partial_out: a quarter for each warp
@@ -58,6 +58,7 @@ class Shared(NamedTuple):
     item: cute.Tensor  # [ITEM_WORDS, KV_STAGES]
     entries: cute.Tensor  # [tokens, SLOTS]
     sums: cute.Tensor  # [TILE_ROWS, SLOTS]
+    unseen: cute.Tensor  # [WARPS, SLOTS], of a walk: the rows that see nothing of the block, a bit each
 
 
 class Barriers(NamedTuple):
@@ -77,10 +78,13 @@ class Barriers(NamedTuple):
     v_tail: cute.Pointer
 
 
-class PrefillSm100(Prefill):
+class PrefillSm100(sm100_walk.WalkRoles, Prefill):
     def __init__(self, g: int, **options: Any):
         super().__init__(g=g, **options)
         self.tokens = TILE_ROWS // g
+        self.walk_tokens = sm100_walk.ROWS // g
+        self.walk_words = (self.walk_tokens + 31) // 32
+        self.params |= self.walk_params()
         self.threads = 4 * WARPGROUP
         self.min_blocks_per_mp = 1
         # Where tiles start at a multiple of eight rows, a thread's 16 places for bfloat16 never change: the compiler
@@ -90,8 +94,8 @@ class PrefillSm100(Prefill):
         self.p_columns = columns_of(BLK_KV, self.pv)
         self.o_column = P_COLUMN + SLOTS * self.p_columns
         self.q_bytes = TILE_ROWS * self.q.row_bytes
-        barriers = 7 * SLOTS + 4 * KV_STAGES + 1
-        words = KV_STAGES * ITEM_WORDS + SLOTS * self.tokens + SLOTS * TILE_ROWS + 1
+        barriers = 7 * SLOTS + 4 * KV_STAGES + 1 + sm100_walk.BARRIERS
+        words = KV_STAGES * ITEM_WORDS + SLOTS * (self.tokens + TILE_ROWS + WARPS) + 1
         blocks = 2 * KV_STAGES * self.kv.block_bytes
         self.smem_bytes = blocks + SLOTS * self.q_bytes + STAGING_BYTES + 8 * barriers + 4 * words
 
@@ -102,6 +106,7 @@ class PrefillSm100(Prefill):
         k = smem.allocate_array(self.kv.dtype, KV_STAGES * self.kv.block, byte_alignment=1024)
         v = smem.allocate_array(self.kv.dtype, KV_STAGES * self.kv.block, byte_alignment=1024)
         q = smem.allocate_array(self.q.dtype, SLOTS * TILE_ROWS * HEAD_DIM, byte_alignment=1024)
+        # Rows on their way out; when the kernel walks, a third Q tile.
         staging = smem.allocate_array(self.partial, STAGING_BYTES * 8 // self.partial.width, byte_alignment=1024)
         b = Barriers(
             q_full=smem.allocate_array(Int64, SLOTS),
@@ -117,14 +122,17 @@ class PrefillSm100(Prefill):
             kv_empty=smem.allocate_array(Int64, KV_STAGES),
             v_tail=smem.allocate_array(Int64, 1),
         )
+        walk_b = self.allocate_walk_barriers(smem)
         item = smem.allocate_tensor(Int32, cute.make_layout((ITEM_WORDS, KV_STAGES)), byte_alignment=4)
         entries = smem.allocate_tensor(Int32, cute.make_layout((self.tokens, SLOTS)), byte_alignment=4)
         sums = smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, SLOTS)), byte_alignment=4)
-        s = Shared(k=k, v=v, q=q, staging=staging, item=item, entries=entries, sums=sums)
+        unseen = smem.allocate_tensor(Int32, cute.make_layout((WARPS, SLOTS)), byte_alignment=4)
+        s = Shared(k=k, v=v, q=q, staging=staging, item=item, entries=entries, sums=sums, unseen=unseen)
         s_base = smem.allocate_array(Int32, 1)
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        walks = work.flag(p, work.ANY_WALKS, without_plan=False)
         if warp == 0:
             with cute.arch.elect_one():
                 for slot in cutlass.range_constexpr(SLOTS):
@@ -141,31 +149,57 @@ class PrefillSm100(Prefill):
                     cute.arch.mbarrier_init(b.v_full + stage, 1)
                     cute.arch.mbarrier_init(b.kv_empty + stage, READERS + 1)  # and the products
                 cute.arch.mbarrier_init(b.v_tail, 1)
+                self.init_walk_barriers(walk_b, READERS)
         cute.arch.mbarrier_init_fence()
         if warp == MMA_WARP:
             primitives.tcgen05_alloc(s_base, TENSOR_COLUMNS)
             primitives.tcgen05_relinquish_alloc_permit()
         cute.arch.sync_threads()
-        base = cute.make_tensor(s_base, cute.make_layout(1))[0]
         cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
 
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp == 0:
-                loading.load_blocks(maps, s, b, p, self.kv, walks=False)
-            elif warp == MMA_WARP:
-                self.multiply(base, s, b)
-            else:
-                self.load_queries(warp - GATHER_WARP, maps, s, b, p)
+            base = vector(s_base)[0]
+            if walks:
+                if warp == 0:
+                    self.walk_load_blocks(maps, s, walk_b, p, walk_b.v_empty)
+                elif warp == MMA_WARP:
+                    self.walk_multiply(base, s, walk_b)
+                else:
+                    self.walk_load_queries(warp - GATHER_WARP, maps, s, walk_b, p, SLOTS, TILE_ROWS)
+                self.change_hands()
+            if work.flag(p, work.ANY_LEFT, without_plan=True):
+                if warp == 0:
+                    loading.load_blocks(maps, s, b, p, self.kv, walks=True)
+                elif warp == MMA_WARP:
+                    self.multiply(base, s, b)
+                else:
+                    self.load_queries(warp - GATHER_WARP, maps, s, b, p)
         elif warp < (1 + SLOTS) * WARPS:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            self.softmax(thread - WARPGROUP, base, s, b, p)
+            base = vector(s_base)[0]
+            if walks:
+                self.walk_softmax(thread - WARPGROUP, base, s, walk_b, p)
+                self.change_hands()
+            if work.flag(p, work.ANY_LEFT, without_plan=True):
+                self.softmax(thread - WARPGROUP, base, s, b, p)
         else:
             cute.arch.setmaxregister_decrease(self.epilogue_registers)
-            self.epilogue(thread - (1 + SLOTS) * WARPGROUP, base, s, b, p)
+            base = vector(s_base)[0]
+            if walks:
+                self.walk_epilogue(thread - (1 + SLOTS) * WARPGROUP, base, s, walk_b, p)
+                self.change_hands()
+            if work.flag(p, work.ANY_LEFT, without_plan=True):
+                self.epilogue(thread - (1 + SLOTS) * WARPGROUP, base, s, b, p)
         cute.arch.sync_threads()
-        if warp == MMA_WARP:
-            primitives.tcgen05_dealloc(primitives.make_tmem_ptr(base, Int32), TENSOR_COLUMNS)
+        if cute.arch.warp_idx() == MMA_WARP:  # anew: kept from the start it would cost a register
+            primitives.tcgen05_dealloc(primitives.make_tmem_ptr(vector(s_base)[0], Int32), TENSOR_COLUMNS)
+
+    def change_hands(self):
+        """All warps, between the traversals: shared and tensor memory are the other's."""
+        primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
+        cute.arch.sync_threads()
+        primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
 
     @cute.jit
     def load_queries(self, slot, maps, s, b, p):
@@ -177,15 +211,17 @@ class PrefillSm100(Prefill):
         count = items.wait(s, b.item_full, kv_index)
         while count >= 0:
             stage = stage_of(kv_index)
-            first, head = s.item[1, stage], s.item[2, stage]
+            first, head, key_limit, causal_shift = items.words(s, stage)
+            _, marks = loading.marks_of_item(s, stage, count)
             release(b.kv_empty + stage, lane)
             words = work.entries_of_item(p, head, first)
             tiles = self.tiles(count)
             for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
-                places = loading.places_of_tile(None, tile, count, self.tokens)
+                places = loading.places_of_tile(marks, tile, count, self.tokens)
                 mine = loading.words_of_tile(words, places)
+                packed = loading.packed_entries(mine, places, key_limit, causal_shift)
                 cute.arch.mbarrier_wait(b.q_empty + slot, phase_of(tile_base + tile) ^ 1)
-                loading.keep_entries(s.entries, slot, mine, self.tokens)
+                loading.keep_entries(s.entries, slot, packed, self.tokens)
                 loading.fetch_queries(maps, p, mine, place, head, b.q_full + slot, self.q, TILE_ROWS, self.g)
             tile_base += tiles
             kv_index += 1
@@ -238,33 +274,35 @@ class PrefillSm100(Prefill):
 
     @cute.jit
     def score(self, base, s, b, slot, stage):
-        """One warp: S = Q K^T of the tile in ``slot``; both operands are K-major."""
-        q = operand(s.q.toint() + slot * self.q_bytes, 16, self.q.lines * ATOM_BYTES)
-        k = operand(s.k.toint() + stage * self.kv.block_bytes, 16, ATOM_BYTES)
-        shape = primitives.Tcgen05InstrDesc.build(
-            c_dtype=Float32, a_dtype=self.qk, b_dtype=self.qk, m_dim=TILE_ROWS, n_dim=BLK_KV
-        )
+        """One warp: S = Q K^T of the tile in ``slot``."""
+        operands, shape = self.score_operands(s, slot, stage)
         target = primitives.make_tmem_ptr(base + (S_COLUMN + slot * BLK_KV), Float32)
-        steps = (divmod(start, LINE_BYTES) for start in range(0, self.q.row_bytes, STEP_BYTES))
-        operands = (
-            (advance(q, line * ATOM_BYTES + start), advance(k, line * (BLK_KV * LINE_BYTES) + start))
-            for line, start in steps
-        )
         primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
         with cute.arch.elect_one():
             issue(target, operands, shape)
             primitives.tcgen05_commit(b.s_full + slot)
             primitives.tcgen05_commit(b.q_empty + slot)
 
-    @cute.jit
-    def accumulate(self, base, s, b, slot, stage):
-        """One warp: O = P V of the tile in ``slot``; V is MN-major."""
+    def score_operands(self, s, q_stage, stage):
+        """(operands of each step, shape) of S = Q K^T; both operands are K-major."""
+        q = operand(s.q.toint() + q_stage * self.q_bytes, 16, self.q.lines * ATOM_BYTES)
+        k = operand(s.k.toint() + stage * self.kv.block_bytes, 16, ATOM_BYTES)
+        shape = primitives.Tcgen05InstrDesc.build(
+            c_dtype=Float32, a_dtype=self.qk, b_dtype=self.qk, m_dim=TILE_ROWS, n_dim=BLK_KV
+        )
+        steps = (divmod(start, LINE_BYTES) for start in range(0, self.q.row_bytes, STEP_BYTES))
+        operands = (
+            (advance(q, line * ATOM_BYTES + start), advance(k, line * (BLK_KV * LINE_BYTES) + start))
+            for line, start in steps
+        )
+        return operands, shape
+
+    def accumulate_operands(self, s, weights, stage):
+        """(operands of each step, shape) of O = P V, P being at ``weights`` in tensor memory; V is MN-major."""
         v = operand(s.v.toint() + stage * self.kv.block_bytes, BLK_KV * LINE_BYTES, ATOM_BYTES)
         shape = primitives.Tcgen05InstrDesc.build(
             c_dtype=Float32, a_dtype=self.pv, b_dtype=self.pv, b_major=1, m_dim=TILE_ROWS, n_dim=HEAD_DIM
         )
-        target = primitives.make_tmem_ptr(base + self.o_column, Float32)
-        weights = base + (P_COLUMN + slot * self.p_columns)
         operands = (
             (
                 primitives.make_tmem_ptr(weights + columns_of(first, self.pv), Int32),
@@ -272,6 +310,13 @@ class PrefillSm100(Prefill):
             )
             for first in range(0, BLK_KV, self.kv.step)
         )
+        return operands, shape
+
+    @cute.jit
+    def accumulate(self, base, s, b, slot, stage):
+        """One warp: O = P V of the tile in ``slot``."""
+        operands, shape = self.accumulate_operands(s, base + (P_COLUMN + slot * self.p_columns), stage)
+        target = primitives.make_tmem_ptr(base + self.o_column, Float32)
         primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
         with cute.arch.elect_one():
             issue(target, operands, shape)
@@ -290,15 +335,16 @@ class PrefillSm100(Prefill):
         count = items.wait(s, b.item_full, kv_index)
         while count >= 0:
             stage = stage_of(kv_index)
-            first, head, key_limit, causal_shift = items.words(s, stage)
+            first, head = s.item[1, stage], s.item[2, stage]
             release(b.kv_empty + stage, lane)
+            entry = Int64(head) * p.head_partials + first  # where the item's partial results start
             tiles = self.tiles(count)
             for tile in cutlass.range(first_tile(slot, tile_base), tiles, SLOTS):
                 phase = phase_of(tile_base + tile)
                 cute.arch.mbarrier_wait(b.q_full + slot, phase)
-                token = s.entries[row >> (self.g.bit_length() - 1), slot] & partials.TOKEN_MASK
+                word = s.entries[row >> (self.g.bit_length() - 1), slot]
                 release(b.q_empty + slot, lane)
-                visible = visible_keys(token, key_limit, causal_shift)
+                visible = word & loading.VISIBLE_MASK
 
                 scores = cute.make_rmem_tensor(BLK_KV, Float32)
                 cute.arch.mbarrier_wait(b.s_full + slot, phase)
@@ -336,9 +382,8 @@ class PrefillSm100(Prefill):
                 primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
                 release(b.p_full + slot, lane)
 
-                entry = Int64(head) * p.head_partials + (first + tile * self.tokens)
                 if row < min(count - tile * self.tokens, self.tokens) * self.g:
-                    index = partials.row_index(entry, row, self.g)
+                    index = partials.row_index(entry + (word >> loading.VISIBLE_BITS), row & (self.g - 1), self.g)
                     vector(p.partial_lse)[index] = softmax.log_sum_exp(maximum * scale_log2, total)
                     if const_expr(self.temperature):
                         vector(p.partial_lse_temperature)[index] = lse_temperature
@@ -356,40 +401,45 @@ class PrefillSm100(Prefill):
         while count >= 0:
             stage = stage_of(kv_index)
             first, head = s.item[1, stage], s.item[2, stage]
+            whole, marks = loading.marks_of_item(s, stage, count)
             release(b.kv_empty + stage, lane)
             entry = Int64(head) * p.head_partials + first
-            for _ in cutlass.range(self.tiles(count), unroll=1):
+            for tile in cutlass.range(self.tiles(count), unroll=1):
+                place = tile * self.tokens + (row >> (self.g.bit_length() - 1))
+                if not whole:
+                    place = work.place_left(marks, place)
                 slot, phase = stage_of(o_tile), phase_of(o_tile)
                 cute.arch.mbarrier_wait(b.p_full + slot, phase)
                 inverse = softmax.reciprocal(s.sums[row, slot])
                 cute.arch.mbarrier_wait(b.o_full + slot, phase)
                 primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
-                self.store_rows(row, base, inverse, b.o_empty + slot, s, p, entry, min(count, self.tokens) * self.g)
-                entry += self.tokens
-                count -= self.tokens
+                rows = min(count - tile * self.tokens, self.tokens) * self.g
+                self.store_rows(row, base, inverse, b.o_empty + slot, s, p, entry, place, rows, whole)
                 o_tile += 1
             kv_index += 1
             count = items.wait(s, b.item_full, kv_index)
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store_rows(self, row, base, inverse, o_empty, s, p, entry, rows):
-        """Write a warp's rows, of which the tile has ``rows`` from entry ``entry`` on, as many at a time as fit."""
+    def store_rows(self, row, base, inverse, o_empty, s, p, entry, place_of_row, rows, whole):
+        """Write a warp's rows, of which the tile has ``rows``, as many at a time as fit.
+
+        A row's partial result has its place ``place_of_row`` entries after ``entry``, that of its item. Of a ``whole``
+        item these lie one after the other: one lane copies them all, else a lane those of a token."""
         warp = cute.arch.make_warp_uniform(row >> 5)
         lane = cute.arch.lane_idx()
         elements = partials.chunk_elements(self.partial)
         columns = 4 * elements  # that fill four chunks
         batch = STAGING_BYTES * 8 // self.partial.width // HEAD_DIM // WARPS  # rows
-        index = partials.row_index(entry, row, self.g)
+        index = partials.row_index(entry + place_of_row, row & (self.g - 1), self.g)
+        run = Int32(batch) if whole else Int32(self.g)  # rows of a copy
         place = s.staging + cute.assume(warp * (batch * HEAD_DIM), divby=HEAD_DIM)
         first_chunk = lane % batch * HEAD_DIM + partials.place(index, 0) * elements  # places are this one's xor
         values = cute.make_rmem_tensor(columns, Float32)
         pairs = cute.make_tensor(values.iterator, cute.make_layout((2, 4, elements // 2), stride=(1, 2, 8)))
         chunk = cute.make_rmem_tensor(elements, self.partial)
         for start in cutlass.range_constexpr(0, 32, batch):
-            if lane == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was here before has left
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was here before has left
             cute.arch.sync_warp()
             following = load_columns(base, warp, self.o_column, columns)
             for group in cutlass.range_constexpr(HEAD_DIM // columns):
@@ -409,10 +459,13 @@ class PrefillSm100(Prefill):
                         cute.autovec_copy(chunk, cute.make_tensor(target, cute.make_layout(elements)))
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
-            if lane == 0:
-                here = warp * 32 + start  # the batch's first row
-                size = min(max(rows - here, 0), batch) * (HEAD_DIM * self.partial.width // 8)
-                rest = p.partial_out + cute.assume((entry * self.g + here) * HEAD_DIM, divby=HEAD_DIM)
-                if size > 0:
-                    primitives.cp_async_bulk_global_shared_cta(rest, place, size)
+            mine = lane * run  # of the batch, the first row of the lane's copy
+            first = cute.arch.shuffle_sync(place_of_row, start + mine)
+            count = min(rows - (warp * 32 + start) - mine, run)
+            if mine < batch and count > 0:
+                primitives.cp_async_bulk_global_shared_cta(
+                    p.partial_out + cute.assume((entry + first) * (self.g * HEAD_DIM), divby=HEAD_DIM),
+                    place + cute.assume(mine * HEAD_DIM, divby=HEAD_DIM),
+                    count * (HEAD_DIM * self.partial.width // 8),
+                )
                 cute.arch.cp_async_bulk_commit_group()

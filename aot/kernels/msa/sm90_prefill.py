@@ -25,7 +25,7 @@ from aot.kernels import items, softmax
 from aot.kernels.items import KV_STAGES, phase_of, release, stage_of
 from aot.kernels.mask import BLK_KV, mask_columns
 from aot.kernels.memory import vector
-from aot.kernels.msa import loading, partials, sm90_walk, work
+from aot.kernels.msa import loading, partials, sm90_walk, walk, work
 from aot.kernels.msa.params import Prefill
 from aot.kernels.msa.partials import HEAD_DIM
 from aot.kernels.sm90_mma import (
@@ -38,7 +38,6 @@ from aot.kernels.sm90_mma import (
     products,
     rows_of_thread,
 )
-from aot.kernels.sorting import warp_inclusive_scan
 
 Q_STAGES = 2 * CONSUMERS  # two for each consumer
 PRODUCER_REGISTERS = 56
@@ -86,7 +85,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
     def __init__(self, g: int, **options: Any):
         super().__init__(g=g, **options)
         self.tokens = TILE_ROWS // g
-        self.walk_tokens = work.WALK_ROWS // g
+        self.walk_tokens = sm90_walk.ROWS // g
         self.walk_words = (self.walk_tokens + 31) // 32
         self.threads = WARPGROUP * (1 + CONSUMERS)
         # Gathering 64 tokens a tile takes the producers more registers than they need for fewer.
@@ -96,7 +95,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         # bfloat16 partials of a tile take the place of its Q; float32 ones are twice as large and go out of registers.
         self.staged = self.partial.width == self.q.dtype.width
         self.partial_bytes = HEAD_DIM * self.partial.width // 8  # of a row
-        self.item_words = max(loading.MARKS_WORD + 32, sm90_walk.FIXED_WORDS + self.walk_words)
+        self.item_words = max(loading.MARKS_WORD + 32, walk.FIXED_WORDS + self.walk_words)
         words = KV_STAGES * self.item_words + Q_STAGES * self.tokens
         barriers = 2 * (2 * Q_STAGES + 4 * KV_STAGES + 1)
         tiles = 2 * KV_STAGES * self.kv.block_bytes + Q_STAGES * TILE_ROWS * self.q.row_bytes
@@ -146,7 +145,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
                 if warp == 0:
                     self.walk_load_blocks(maps, s, walk_b, p)
                 elif warp <= sm90_walk.CONSUMERS:
-                    self.walk_load_queries(warp - 1, maps, s, walk_b, p)
+                    self.walk_load_queries(warp - 1, maps, s, walk_b, p, sm90_walk.CONSUMERS, TILE_ROWS)
             elif warp < (1 + sm90_walk.CONSUMERS) * (WARPGROUP // 32):
                 cute.arch.setmaxregister_increase(self.walk_consumer_registers)
                 self.walk_consume(thread - WARPGROUP, s, walk_b, p)
@@ -215,12 +214,7 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
             stage = stage_of(kv_index)
             first, head, key_limit, causal_shift = items.words(s, stage)
             words = work.entries_of_item(p, head, first)
-            whole = s.item[loading.ENTRIES_WORD, stage]
-            bits, up_to = Int32(-1), 32 * (lane + 1)  # every entry
-            if count != whole:
-                bits = s.item[loading.MARKS_WORD + lane, stage]
-                up_to = warp_inclusive_scan(work.ones_of(bits))
-            marks = bits, up_to
+            _, marks = loading.marks_of_item(s, stage, count)
             tiles = (count + self.tokens - 1) // self.tokens
             for tile in cutlass.range(first_tile(consumer, tile_base), tiles, CONSUMERS):
                 q_index = tile_base + tile

@@ -25,10 +25,10 @@ UNIT_ROWS = 4
 
 
 class Combine(Kernel):
-    def __init__(self, partial: str, topk: int, walks: bool):
+    def __init__(self, partial: str, topk: int, walk_rows: int):
         self.dtype = DTYPES[partial]
         self.topk = topk
-        self.walks = walks  # whether a prefill of the architecture can
+        self.walk_rows = walk_rows  # of a group that the forward walks
         self.threads = 1024
         self.lanes = partials.HEAD_DIM // partials.chunk_elements(self.dtype)  # of a team
         self.teams = 32 // self.lanes
@@ -51,9 +51,10 @@ class Combine(Kernel):
             "head_kv": Int32,
             "qhead_per_kv": Int32,
             "head_partials": Int32,
+            "walk_counts": Ptr(Int32),
+            "walk_flags": Ptr(Int32),
+            "groups": Int32,
         }
-        if walks:
-            self.params |= {"walk_counts": Ptr(Int32), "walk_flags": Ptr(Int32), "groups": Int32}
 
     @cute.kernel
     def kernel(self, p):
@@ -62,9 +63,8 @@ class Combine(Kernel):
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         rows = Int64(p.total_q) * p.head_kv * p.qhead_per_kv
-        if const_expr(self.walks):
-            if not work.flag(p, work.ANY_UNFINISHED, without_plan=True):
-                rows = Int64(0)
+        if not work.flag(p, work.ANY_UNFINISHED, without_plan=True):
+            rows = Int64(0)
         warps = self.threads // 32
         first = (Int64(cta) * warps + (thread >> 5)) * UNIT_ROWS
         while first < rows:
@@ -97,12 +97,10 @@ class Combine(Kernel):
         many, and whether the row is none of combine's: past the end, or finished by the walk."""
         place = cute.arch.lane_idx() % self.lanes
         skipped = token >= Uint32(p.total_q)
-        planned = Boolean(False)
-        if const_expr(self.walks):
-            planned = p.walk_counts.toint() != 0
-            if planned and not skipped:
-                group = (token >> (work.WALK_ROWS.bit_length() - 1 - cute.arch.popc(p.qhead_per_kv - 1))).to(Int32)
-                skipped = vector(p.walk_counts)[Int64(kv_head) * p.groups + group] & work.WALK_FINAL != 0
+        planned = p.walk_counts.toint() != 0
+        if planned and not skipped:
+            group = (token >> (self.walk_rows.bit_length() - 1 - cute.arch.popc(p.qhead_per_kv - 1))).to(Int32)
+            skipped = vector(p.walk_counts)[Int64(kv_head) * p.groups + group] & work.WALK_FINAL != 0
         listed = Int32(0)
         if not skipped:
             listed = min(vector(p.split_counts)[Int64(pair)], self.topk)

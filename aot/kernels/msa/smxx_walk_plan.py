@@ -1,8 +1,8 @@
 """The walk plan: for each KV head and group of neighbouring query tokens, which blocks the group walks together.
 
-A group is the tokens of 128 query rows, whatever sequences they belong to; an element of the union of what they select
-is a CSR row, that is a sequence and a block, with a bit for each token of the group that selects it. What the arrays
-hold stands at Schedule in sparse_aot/msa/_schedule.pyx.
+A group is the tokens of as many query rows as the forward walks together, whatever sequences they belong to; an element
+of the union of what they select is a CSR row, that is a sequence and a block, with a bit for each token of the group
+that selects it. What the arrays hold stands at Schedule in sparse_aot/msa/_schedule.pyx.
 The rule, in eighths of what an entry costs in CSR order: a walked block costs ``walk_cost`` for each token of the
 group, whether it selects the block or not. A group walks nothing, or its whole union, or the blocks that cost less so
 than in CSR order, whichever is cheapest; what walks and leaves something to CSR order pays ``walk_gain`` a token more.
@@ -20,9 +20,9 @@ from aot.kernels.msa.work import (
     ANY_LEFT,
     ANY_UNFINISHED,
     ANY_WALKS,
+    MAX_WALK_ROWS,
     WALK_CAP,
     WALK_FINAL,
-    WALK_ROWS,
     WALKED,
 )
 from aot.kernels.sorting import WARP, fill, head_and_tile
@@ -32,7 +32,7 @@ SLOTS_LOG2 = 8
 SLOTS = 1 << SLOTS_LOG2
 NO_ROW = -1
 LOADS = 4  # a thread has under way
-MAX_WORDS = -(-WALK_ROWS // 32)
+MAX_WORDS = MAX_WALK_ROWS // 32
 COLUMNS = 2  # of an element before the words of its tokens: sequence, block
 NOT_WALKED = 0x7FFFFFFF  # in the place of a row
 

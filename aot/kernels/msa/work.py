@@ -15,7 +15,7 @@ METADATA_COLUMNS = 6  # KV head, CSR row, first entry within the row, number of 
 ITEM_ENTRIES = 1024  # the most of an item: a warp has a bit for each
 LOADS = 4  # a lane has under way
 # The walk plan, what the groups of tokens walk: see Schedule in sparse_aot/msa/_schedule.pyx.
-WALK_ROWS = 128  # query rows of a group: T = 128 / G tokens
+MAX_WALK_ROWS = 256  # query rows of a group: R of the architecture, T = R / G tokens
 WALK_CAP = 128  # blocks of a group
 WALK_FINAL = 1 << 30  # in walk_counts: nothing of the group is left to CSR order, so its rows are finished here
 WALKED = 1 << 30  # in split_entries, and in the values while they are sorted: the entry is walked
