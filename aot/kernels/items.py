@@ -51,10 +51,10 @@ def words(s, stage: Int32):
 
 
 @cute.jit
-def finish(s, b, index: Int32):
-    """One warp: publish the end of the stream."""
+def finish(s, b, empty: cute.Pointer, index: Int32):
+    """One warp: publish the end of the stream; ``empty``: of the places of items."""
     stage = stage_of(index)
-    cute.arch.mbarrier_wait(b.kv_empty + stage, phase_of(index) ^ 1)
+    cute.arch.mbarrier_wait(empty + stage, phase_of(index) ^ 1)
     if cute.arch.lane_idx() == 0:
         s.item[0, stage] = -1
         cute.arch.mbarrier_arrive(b.item_full + stage)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import hopper_helpers
@@ -61,15 +61,21 @@ def copy(x: Float32) -> Float32:
 
 
 @cute.jit
-def multiply(mma: cute.TiledMma, accumulator, a, b, accumulate: cutlass.Constexpr[bool] = False):
+def multiply(mma: cute.TiledMma, accumulator, a, b, accumulate: Boolean | bool = False):
     """accumulator (+)= a @ b^T, and wait for it."""
+    issue(mma, accumulator, a, b, accumulate)
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def issue(mma: cute.TiledMma, accumulator, a, b, accumulate: Boolean | bool = False):
+    """Start accumulator (+)= a @ b^T: until it has been waited for, its registers and operands are not to be touched."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate if k == 0 else True)
         cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
     warpgroup.commit_group()
-    warpgroup.wait_group(0)
 
 
 @cute.jit

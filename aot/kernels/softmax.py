@@ -51,6 +51,13 @@ def finite(maximum: Float32) -> Float32:
 @cute.jit
 def row_sums_exp2(scores: cute.Tensor, references, scale_log2: Float32, keep: cutlass.Constexpr[bool]):
     """The sum of ``exp2((scores - reference) * scale_log2)`` of each row; with ``keep`` they replace the scores."""
+    first, second = part_sums_exp2(scores, references, scale_log2, keep)
+    return quad_sum(first), quad_sum(second)
+
+
+@cute.jit
+def part_sums_exp2(scores: cute.Tensor, references, scale_log2: Float32, keep: cutlass.Constexpr[bool]):
+    """``row_sums_exp2`` of a thread's own part of its two rows."""
     offsets = -references[0] * scale_log2, -references[1] * scale_log2
     sums = cute.make_rmem_tensor((2, 2), Float32)
     sums.fill(0.0)
@@ -60,7 +67,7 @@ def row_sums_exp2(scores: cute.Tensor, references, scale_log2: Float32, keep: cu
             sums[row, i % 2] = sums[row, i % 2] + weight
             if cutlass.const_expr(keep):
                 scores[row, i] = weight
-    return quad_sum(sums[0, 0] + sums[0, 1]), quad_sum(sums[1, 0] + sums[1, 1])
+    return sums[0, 0] + sums[0, 1], sums[1, 0] + sums[1, 1]
 
 
 @cute.jit

@@ -36,24 +36,33 @@ def load_blocks(maps, s, b, p, kv: cutlass.Constexpr[Storage]):
         if count > 0:
             key_limit, causal_shift, row, page = pages.locate(p, sequence, block)
             words = (count, first, head, key_limit, causal_shift)
-            tails = fetch(maps, s, b, kv_index, tails, words, row, page, kv)
+            publish(maps, s, b, b.kv_empty, kv_index, words, row, page, kv)
+            tails = load_values(maps, s, b, kv_index, tails, words, row, page, kv)
             kv_index += 1
         item = cute.arch.shuffle_sync(claimed, 0)
-    items.finish(s, b, kv_index)
+    items.finish(s, b, b.kv_empty, kv_index)
 
 
 @cute.jit
-def fetch(maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[Storage]) -> Int32:
-    """One warp: publish an item's words and load its K and V into the next stage; the new number of ``tails``."""
-    _, _, head, key_limit, _, *_ = words
+def publish(maps, s, b, empty, kv_index, words, row, page, kv: cutlass.Constexpr[Storage]):
+    """One warp: publish an item's words and load its K into the next stage, once that is ``empty``."""
+    _, _, head, *_ = words
     lane = cute.arch.lane_idx()
     stage = stage_of(kv_index)
-    cute.arch.mbarrier_wait(b.kv_empty + stage, phase_of(kv_index) ^ 1)
+    cute.arch.mbarrier_wait(empty + stage, phase_of(kv_index) ^ 1)
     if lane == 0:
         for i in cutlass.range_constexpr(len(words)):
             s.item[i, stage] = words[i]
         cute.arch.mbarrier_arrive(b.item_full + stage)
         load_block(maps.k, s.k, stage, b.k_full + stage, row, head, page, kv)
+
+
+@cute.jit
+def load_values(maps, s, b, kv_index, tails, words, row, page, kv: cutlass.Constexpr[Storage]) -> Int32:
+    """One warp: load an item's V into its stage, which is empty; the new number of ``tails``."""
+    _, _, head, key_limit, *_ = words
+    lane = cute.arch.lane_idx()
+    stage = stage_of(kv_index)
     if key_limit >= BLK_KV:
         if lane == 0:
             load_block(maps.v, s.v, stage, b.v_full + stage, row, head, page, kv)

@@ -59,6 +59,7 @@ class Shared(NamedTuple):
     operands: Operands
     item: cute.Tensor  # [item_words, KV_STAGES]
     entries: cute.Tensor  # [tokens, Q_STAGES]
+    harm: cute.Tensor  # [warps, KV_STAGES]: what the warps of a walk's guard have found
 
 
 class Barriers(NamedTuple):
@@ -95,8 +96,8 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         # bfloat16 partials of a tile take the place of its Q; float32 ones are twice as large and go out of registers.
         self.staged = self.partial.width == self.q.dtype.width
         self.item_words = max(loading.ITEM_WORDS, sm90_walk.FIXED_WORDS + self.walk_words)
-        words = KV_STAGES * self.item_words + Q_STAGES * self.tokens
-        barriers = 2 * Q_STAGES + 4 * KV_STAGES + 1
+        words = KV_STAGES * (self.item_words + WARPGROUP // 32) + Q_STAGES * self.tokens
+        barriers = 2 * (2 * Q_STAGES + 1) + (4 + 6) * KV_STAGES
         tiles = 2 * KV_STAGES * self.kv.block_bytes + Q_STAGES * TILE_ROWS * self.q.row_bytes
         self.smem_bytes = tiles + 8 * barriers + 4 * words
 
@@ -115,40 +116,26 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
         k = smem.allocate_array(self.kv.dtype, cute.cosize(k_layout), byte_alignment=1024)
         v = smem.allocate_array(self.kv.dtype, cute.cosize(v_layout), byte_alignment=1024)
         q = smem.allocate_array(self.q.dtype, cute.cosize(q_layout), byte_alignment=1024)
-        b = Barriers(
-            q_full=smem.allocate_array(Int64, Q_STAGES),
-            q_empty=smem.allocate_array(Int64, Q_STAGES),
-            item_full=smem.allocate_array(Int64, KV_STAGES),
-            k_full=smem.allocate_array(Int64, KV_STAGES),
-            v_full=smem.allocate_array(Int64, KV_STAGES),
-            kv_empty=smem.allocate_array(Int64, KV_STAGES),
-            v_tail=smem.allocate_array(Int64, 1),
-        )
+        b = self.allocate(smem, Barriers)
+        walk_b = self.allocate(smem, sm90_walk.Barriers)
         item = smem.allocate_tensor(Int32, cute.make_layout((self.item_words, KV_STAGES)), byte_alignment=4)
         entries = smem.allocate_tensor(Int32, cute.make_layout((self.tokens, Q_STAGES)), byte_alignment=4)
+        harm = smem.allocate_tensor(Int32, cute.make_layout((WARPGROUP // 32, KV_STAGES)), byte_alignment=16)
         operands = Operands(
             *(
                 cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer)
                 for pointer, layout in ((q, q_layout), (k, k_layout), (v, v_layout))
             )
         )
-        s = Shared(k=k, v=v, q=q, operands=operands, item=item, entries=entries)
+        s = Shared(k=k, v=v, q=q, operands=operands, item=item, entries=entries, harm=harm)
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         walks = work.walks(p.walk_totals, self.walk_tokens)
         if warp == 0:
-            consumers = Int32(sm90_walk.CONSUMERS) if walks else Int32(CONSUMERS)
             with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(Q_STAGES):
-                    cute.arch.mbarrier_init(b.q_full + stage, min(self.tokens, 32))  # the lanes that write entries
-                    cute.arch.mbarrier_init(b.q_empty + stage, 1 if self.staged else WARPGROUP // 32)
-                for stage in cutlass.range_constexpr(KV_STAGES):
-                    cute.arch.mbarrier_init(b.item_full + stage, 1)
-                    cute.arch.mbarrier_init(b.k_full + stage, 1)
-                    cute.arch.mbarrier_init(b.v_full + stage, 1)
-                    cute.arch.mbarrier_init(b.kv_empty + stage, consumers * (1 + WARPGROUP // 32))
-                cute.arch.mbarrier_init(b.v_tail, 1)
+                self.init_barriers(b)
+                self.init_walk_barriers(walk_b, Q_STAGES)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # combine may take the multiprocessors as they become free
@@ -157,14 +144,15 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
             if warp < WARPGROUP // 32:
                 cute.arch.setmaxregister_decrease(self.walk_producer_registers)
                 if warp == 0:
-                    self.walk_load_blocks(maps, s, b, p)
+                    self.walk_load_blocks(maps, s, walk_b, p)
                 elif warp <= sm90_walk.CONSUMERS:
-                    self.walk_load_queries(warp - 1, maps, s, b, p)
+                    self.walk_load_queries(warp - 1, maps, s, walk_b, p)
             elif warp < (1 + sm90_walk.CONSUMERS) * (WARPGROUP // 32):
                 cute.arch.setmaxregister_increase(self.walk_consumer_registers)
-                self.walk_consume(thread - WARPGROUP, s, b, p)
+                self.walk_consume(thread - WARPGROUP, s, walk_b, p)
             else:
-                cute.arch.setmaxregister_decrease(sm90_walk.IDLE_REGISTERS)
+                cute.arch.setmaxregister_decrease(sm90_walk.GUARD_REGISTERS)
+                self.walk_guard(thread - (1 + sm90_walk.CONSUMERS) * WARPGROUP, s, walk_b, p)
         else:
             if warp < WARPGROUP // 32:
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -175,6 +163,24 @@ class PrefillSm90(sm90_walk.WalkRoles, Prefill):
             else:
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
                 self.consume(thread - WARPGROUP, s, b, p)
+
+    def allocate(self, smem, barriers: type) -> Any:
+        """The barriers of a traversal, in shared memory."""
+        sizes = {"q_full": Q_STAGES, "q_empty": Q_STAGES, "v_tail": 1}
+        return barriers(*(smem.allocate_array(Int64, sizes.get(name, KV_STAGES)) for name in barriers._fields))
+
+    @cute.jit
+    def init_barriers(self, b):
+        """One thread: make the barriers of the CSR's order."""
+        for stage in cutlass.range_constexpr(Q_STAGES):
+            cute.arch.mbarrier_init(b.q_full + stage, min(self.tokens, 32))  # the lanes that write entries
+            cute.arch.mbarrier_init(b.q_empty + stage, 1 if self.staged else WARPGROUP // 32)
+        for stage in cutlass.range_constexpr(KV_STAGES):
+            cute.arch.mbarrier_init(b.item_full + stage, 1)
+            cute.arch.mbarrier_init(b.k_full + stage, 1)
+            cute.arch.mbarrier_init(b.v_full + stage, 1)
+            cute.arch.mbarrier_init(b.kv_empty + stage, CONSUMERS * (1 + WARPGROUP // 32))
+        cute.arch.mbarrier_init(b.v_tail, 1)
 
     def tile_place(self, s: Shared, q_stage: Int32) -> cute.Pointer:
         """Where a stage of the ring of Q tiles starts in shared memory."""
