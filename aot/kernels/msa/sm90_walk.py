@@ -264,8 +264,7 @@ class WalkRoles:
 
             next_flags = items.wait(s, b.k_full, Int32(1))
             while next_flags >= 0:
-                now = self.walk_step(r, mma, now, next_flags, slack, thread, consumer, s, b, p)
-                next_flags = items.wait(s, b.k_full, now.kv_index + 1)
+                now, next_flags = self.walk_step(r, mma, now, next_flags, slack, thread, consumer, s, b, p)
             if consumer == 0:
                 self.walk_await_turn(consumer)  # nobody takes it
 
@@ -275,12 +274,16 @@ class WalkRoles:
             self.walk_finish(r.out, r.state, now, thread, consumer, p)
 
     @cute.jit
-    def walk_step(self, r: Rows, mma: Products, now: Step, next_flags, slack, thread, consumer, s, b, p) -> Step:
-        """From a block to the next: P V of this one, S and softmax of that one; where the consumer stands then."""
+    def walk_step(self, r: Rows, mma: Products, now: Step, next_flags, slack, thread, consumer, s, b, p):
+        """From a block to the next: P V of this one, S and softmax of that one. Where the consumer stands then, and the
+        flags of the block after."""
         kv_index = now.kv_index + 1
         stage = stage_of(kv_index)
         q_index = now.q_index + (CONSUMERS if now.flags & LAST != 0 else 0)
         q_stage, q_phase = self.ring_of_queries(q_index)
+        group, head, key_limit, causal_shift = items.words(s, stage)
+        visible = self.walk_visible_rows(s, stage, group, key_limit, causal_shift, thread, consumer)
+        after = Step(kv_index, next_flags, group, head, q_index)
         if next_flags & FIRST != 0:
             cute.arch.mbarrier_wait(b.q_full + q_stage, q_phase)
         q, k = mma.q[None, None, None, q_stage], mma.k[None, None, None, stage]
@@ -291,15 +294,14 @@ class WalkRoles:
         issue(mma.pv, r.out, r.weights, v, accumulate)
         self.walk_yield(consumer)
         warpgroup.wait_group(1)
-        group, head, key_limit, causal_shift = items.words(s, stage)
-        visible = self.walk_visible_rows(s, stage, group, key_limit, causal_shift, thread, consumer)
-        after = Step(kv_index, next_flags, group, head, q_index)
         self.walk_release_keys(b, after, thread, consumer)
         state = cute.make_rmem_tensor_like(r.state)
         state.store(r.state.load())
         if now.flags & LAST != 0:
             self.walk_restart(r)
         moved = self.walk_softmax(r, visible, slack, thread & 31, p)
+        # The assembler moves the wait for P V up to the next branch, past the exponentials if these come after it.
+        later_flags = items.wait(s, b.k_full, kv_index + 1)
         warpgroup.wait_group(0)
         release(b.v_empty + stage_of(now.kv_index), thread & 31)
         if now.flags & LAST != 0:
@@ -309,7 +311,7 @@ class WalkRoles:
                 row = rows_of_thread(r.out)[half, None]
                 row.store(row.load() * r.shrink[half])
         self.walk_weigh(r, visible)
-        return after
+        return after, later_flags
 
     @cute.jit
     def walk_await_values(self, r: Rows, mma: Products, now: Step, s, b) -> Boolean:
