@@ -69,7 +69,7 @@ def multiply(mma: cute.TiledMma, accumulator, a, b, accumulate: Boolean | bool =
 
 @cute.jit
 def issue(mma: cute.TiledMma, accumulator, a, b, accumulate: Boolean | bool = False):
-    """Start accumulator (+)= a @ b^T: until it has been waited for, its registers and operands are not to be touched."""
+    """Start accumulator (+)= a @ b^T: nobody may touch its registers and operands before it has been waited for."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):

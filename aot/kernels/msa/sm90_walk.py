@@ -3,11 +3,14 @@
 A work item is a KV head and a group of 128 query rows, 64 a consumer warpgroup. K and V of every block that one of the
 group's tokens selects stream past both; a token's rows see a block only if its membership bit is set. The softmax is
 online, O stays in registers, and the finished rows go to the output: no partials, and combine has nothing to do.
-Rings and barriers are those of sm90_prefill.py. O lives through the loop beside S and P, so the third consumer
-warpgroup gives its registers away: 232 for each of the other two, 24 for a producer (with G 1: 224 and 40).
-Budget of a step of a tile: the tile's of sm90_prefill.py without Q and O; a rescaling of O (64 multiplications a
-thread) is skipped where no maximum of the warp moved, and so is setting O aside (into the registers that S has left)
-for rows that see nothing of the block: they must not take part, whatever bytes stand there.
+Roles: warp 0 loads K and V, warps 1 and 2 each a consumer's queries. Two consumer warpgroups issue the scores of the
+next block together with P V of this one, and take turns at it: the tensor cores have work under either's softmax. The
+third, the guard, looks through a V that rows of the group do not see: they must not take part, whatever stands there.
+Shared memory: that of sm90_prefill.py with barriers of its own, for K's place is free a step before V's.
+Registers: 232 a consumer thread (S 64, P 32 and O 64 at once), 24 a producer or guard thread (with G 1: 224, 40, 24).
+Budget of a step of both tiles in cycles: tensor 2048; exp 1024; shared memory 1800 (K, V and Q read, K and V in), and
+256 for the guard's look. A rescaling of O (64 multiplications a thread) is put off until a score exceeds its row's
+reference by SLACK.
 """
 
 from typing import Any, NamedTuple
@@ -66,7 +69,7 @@ class Rows(NamedTuple):
     out: cute.Tensor  # O, relative to the reference
     scores: cute.Tensor  # S of a block, and its exponentials
     weights: cute.Tensor  # P of the block before, until that has been multiplied
-    state: cute.Tensor  # [2, 3]: reference, the thread's part of the sum of exponentials, and of that at the temperature
+    state: cute.Tensor  # [2, 3]: reference; thread's part of the sum of exponentials, and of that at the temperature
     shrink: cute.Tensor  # [2]: what O is to be multiplied by
     blind: cute.Tensor  # [1]: a bit for each row that sees nothing of the block that ``weights`` are of
 
@@ -194,8 +197,8 @@ class WalkRoles:
 
     @cute.jit
     def walk_guard(self, thread, s, b, p):
-        """The third warpgroup: see to it that a block's V does no harm to rows that see nothing of it. Their weights are
-        0, but 0 times what is not finite is not."""
+        """The third warpgroup: keep a block's V from harming rows that see nothing of it. Their weights are 0, but 0
+        times what is not finite is not."""
         warp = cute.arch.make_warp_uniform(thread >> 5)
         lane = thread & 31
         kv_index = Int32(0)
@@ -318,7 +321,7 @@ class WalkRoles:
         """Until a block's V is there and the guard has looked at it.
 
         If it can do harm, its product is done here, and O, set aside where S will be, put back into the rows that see
-        nothing of the block. The guard clears the block then, and the weights left for the usual product are 0."""
+        nothing of the block. The guard clears the block then: the usual product adds nothing."""
         stage, phase = stage_of(now.kv_index), phase_of(now.kv_index)
         cute.arch.mbarrier_wait(b.v_full + stage, phase)
         cute.arch.mbarrier_wait(b.harm_full + stage, phase)
