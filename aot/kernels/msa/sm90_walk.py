@@ -215,19 +215,20 @@ class WalkRoles:
             release(b.k_empty + stage, lane)
             cute.arch.mbarrier_wait(b.v_full + stage, phase_of(kv_index))
             blind = cute.arch.vote_any_sync(blind)
-            found = Boolean(False)
+            found, harm = Boolean(False), Boolean(False)
             units = self.walk_units(s, stage)
             if blind:
                 found = cute.arch.vote_any_sync(not_finite(units, thread))
             if lane == 0:
                 s.harm[warp, stage] = Int32(1) if found else Int32(0)
-            release(b.harm_full + stage, lane)
             if blind:
                 cute.arch.barrier(barrier_id=GUARD, number_of_threads=WARPGROUP)
-                if self.walk_harm(s, stage):
-                    self.walk_meet()
-                    clear(units, thread)
-                    self.walk_meet()
+                harm = self.walk_harm(s, stage)
+            release(b.harm_full + stage, lane)
+            if harm:
+                self.walk_meet()
+                clear(units, thread)
+                self.walk_meet()
             kv_index += 1
             flags = items.wait(s, b.item_full, kv_index)
 
@@ -432,6 +433,7 @@ class WalkRoles:
                     r.state[half, 2] = r.state[half, 2] * shrink
         references = softmax.finite(r.state[0, 0]), softmax.finite(r.state[1, 0])
         if const_expr(self.temperature):
+            warpgroup.wait_group(0)  # the exponentials of two scales want the registers of the weights before
             scale = scale_log2 / p.lse_temperature_scale
             sums = softmax.part_sums_exp2(scores, references, scale, keep=False)
             r.state[0, 2] = r.state[0, 2] + sums[0]
